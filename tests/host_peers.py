@@ -30,6 +30,8 @@ class Event:
 class HostPeers:
     """What `DeviceMemoryComm` asks of a device. `waits` and `exports` count what was done."""
 
+    name = "test"
+
     def __init__(self, seed: int = 0, dawdle_s: float = 0.0) -> None:
         self.waits = self.exports = 0
         self._random = random.Random(seed)

@@ -88,7 +88,8 @@ def process_state(pid: int) -> str:
 def is_running(pid: int) -> bool:
     """Return whether a process of this host runs; True if that cannot be found out."""
     if not (state := process_state(pid)):
-        return not Path("/proc/self").exists()  # without /proc, every process seems to be gone
+        # Not asked by opening a file, of which this process may have no more. Without /proc, every process seems to be gone.
+        return Path(f"/proc/{pid}").exists() or not Path("/proc/self").exists()
     return state not in "ZX"  # zombie or dead: its parent has not asked for its exit status yet
 
 

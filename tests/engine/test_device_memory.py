@@ -33,7 +33,7 @@ def _peers(device: HostPeers) -> Iterator[HostPeers]:
     """Let peer memory be that of a device, until the end."""
 
     def connect(group: dist.ProcessGroup, _: torch.device) -> DeviceMemoryComm:
-        return DeviceMemoryComm(group, device, "test")
+        return DeviceMemoryComm(group, device)
 
     before = fullshard.set_default_comm("peer_memory")
     with (
@@ -164,13 +164,12 @@ def test_ranks_whose_memory_cannot_be_opened_say_so() -> None:
 @on_ranks(2)
 def test_a_rank_with_a_gpu_of_its_own_gets_the_process_group() -> None:
     cuda = torch.device("cuda", 0)
-    with _peers(HostPeers()), mock.patch.object(select, "ranks_share_a_gpu", return_value=False):
+    with _peers(HostPeers()), mock.patch.object(select, "_share_a_gpu", return_value=False):
         comm = select.select_comm(dist.group.WORLD, cuda, CommChoice.AUTO)
     assert comm.name == "process group (gloo); no two ranks share a GPU"
     with (
         _peers(HostPeers()),
-        mock.patch.object(select, "_sharing", {}),
-        mock.patch.object(select, "ranks_share_a_gpu", return_value=True),
+        mock.patch.object(select, "_share_a_gpu", return_value=True),
     ):
         comm = select.select_comm(dist.group.WORLD, cuda, CommChoice.AUTO)
         assert isinstance(comm, DeviceMemoryComm)

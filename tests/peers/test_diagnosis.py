@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.errors import DivergenceError, FullshardError, PeerLostError
-from fullshard.peers.diagnosis import describe_difference, describe_stuck, find_stuck, loss
-from fullshard.peers.status import STEADY_BEATS, GroupCounts, RankStatus, State
+from fullshard.peers.diagnosis import Names, describe_difference, describe_stuck, find_stuck, loss
+from fullshard.peers.status import STEADY_BEATS, GroupCounts, RankStatus, State, Verdict
 
 
 def _blocked(
@@ -68,7 +68,7 @@ def test_whoever_waits_for_a_rank_that_has_gone_is_stuck() -> None:
     for gone in (
         replace(barrier, state=State.ENDED, beat=0),
         replace(barrier, state=State.LEFT, beat=0),
-        replace(barrier, state=State.RUNS, error="...", is_final=True),
+        replace(barrier, state=State.RUNS, verdict=Verdict("...")),
     ):
         assert _stuck(ours, gone) == {0}
     text = describe_stuck({0: ours, 1: replace(barrier, state=State.ENDED)}, {0}, 2)
@@ -157,11 +157,11 @@ def test_stuck_ranks_are_blocked_and_wait_for_none_that_may_go_on(
 def test_ranks_that_ended_in_order_did_not_end_together_and_others_are_lost() -> None:
     ended = RankStatus(1, State.ENDED, moment="step 3, forward")
     failed = replace(ended, error="KeyError: 'x'")
-    told = replace(ended, error="Ranks took different paths.", is_final=True)
+    told = replace(ended, verdict=Verdict("Ranks took different paths."))
     entered = {1: "step 3, forward: a", 2: ""}
 
     def lost(*words: RankStatus | None) -> FullshardError:
-        return loss(dict(enumerate(words, 1)), entered, "b: all-gather")
+        return loss(dict(enumerate(words, 1)), entered, "b: all-gather").error
 
     assert isinstance(lost(ended), DivergenceError)
     for error in (lost(None), lost(failed), lost(ended, None)):
@@ -171,14 +171,17 @@ def test_ranks_that_ended_in_order_did_not_end_together_and_others_are_lost() ->
         assert part in text
     assert "the last that it entered: step 3, forward: a." in str(lost(None))
     # Who is about to raise an error for all is quoted, whatever happened to the others.
-    assert str(lost(None, told)) == told.error
+    assert str(lost(None, told)) == "Ranks took different paths."
     assert isinstance(lost(None, told), DivergenceError)
-    assert isinstance(lost(None, replace(told, is_loss=True)), PeerLostError)
+    told = replace(told, verdict=Verdict("A rank died.", is_loss=True))
+    assert isinstance(lost(None, told), PeerLostError)
 
 
 def test_the_remedy_follows_from_what_differs() -> None:
     def said(*texts: str) -> str:
-        return describe_difference(7, {r: f"step 1: {t}" for r, t in enumerate(texts)}, {})
+        return describe_difference(
+            7, {r: f"step 1: {t}" for r, t in enumerate(texts)}, {}, Names((), {})
+        )
 
     assert "with other sizes" in said("a: all-gather (64 bytes)", "a: all-gather (128 bytes)")
     assert "Freeze the same parameters" in said("w is frozen now (digest 1)", "a: all-gather")

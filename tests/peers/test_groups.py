@@ -13,9 +13,23 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard
-from fullshard.peers.groups import is_gloo, own_group
+from fullshard.peers.groups import is_gloo, own_group, place_in, place_in_job
 from tests.harness import Fate, on_ranks, rank, run_fresh, world_size
 from tests.peers.test_agreed_order import on_hosts_of_their_own
+
+
+def test_without_a_process_group_a_rank_is_alone() -> None:
+    assert place_in_job() == place_in(None) == (0, 1)
+
+
+@on_ranks(3)
+def test_no_group_is_the_job_or_this_rank_alone() -> None:
+    last = dist.new_group([1, 2])
+    assert place_in_job() == (rank(), 3)
+    assert place_in(None) == (0, 1)
+    if isinstance(last, dist.ProcessGroup):
+        assert place_in(last) == place_in_job(last) == (rank() - 1, 2)
+        dist.destroy_process_group(last)
 
 
 @on_ranks(4)
@@ -37,6 +51,20 @@ def test_ranks_in_different_numbers_of_groups_make_one() -> None:
         assert total.item() == group.size()
     for pair in mine:
         dist.destroy_process_group(pair)
+
+
+@on_ranks(4)
+def test_ranks_in_different_numbers_of_groups_reduce_in_a_separate_one() -> None:
+    """As of a pipeline whose stages share ranks."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([1, 2])]
+    before = fullshard.set_default_comm("process_group")
+    model = fullshard.fully_shard(nn.Linear(8, 8))
+    model.set_separate_reduce_scatter_group()
+    model(torch.ones(2, 8)).sum().backward()
+    fullshard.set_default_comm(before)
+    for pair in pairs:
+        if isinstance(pair, dist.ProcessGroup):
+            dist.destroy_process_group(pair)
 
 
 @on_ranks(2)

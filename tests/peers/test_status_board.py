@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.peers import status_board
-from fullshard.peers.status import GroupCounts, RankStatus, State
+from fullshard.peers.status import GroupCounts, RankStatus, State, Verdict
 from fullshard.peers.status_board import StatusBoard, StatusSlots
 
 
@@ -60,6 +60,7 @@ def test_a_status_always_fits_its_slot(frames: int, error: int, groups: int) -> 
         0,
         State.ENDED,
         error="e" * 3 * error,
+        verdict=Verdict("v" * 3 * error, about="world/7"),
         stack=tuple(f"frame {number}" for number in range(frames)),
         groups={f"{'group' * 20} {number}": GroupCounts(2, 1, 1) for number in range(groups)},
     )
@@ -68,6 +69,7 @@ def test_a_status_always_fits_its_slot(frames: int, error: int, groups: int) -> 
     read = pickle.loads(data)
     assert read.state is State.ENDED
     assert status.error.startswith(read.error[:100])
+    assert read.verdict.about == "world/7"
 
 
 def test_a_board_needs_the_store_for_ranks_that_share_no_memory(board: StatusBoard) -> None:

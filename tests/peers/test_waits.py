@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
+import fullshard
 from fullshard import host
+from fullshard.comm.outside_steps import gather_objects
 from fullshard.host import process_state
-from fullshard.peers import stacks, waits
+from fullshard.peers import stacks, status_board, waits
+from fullshard.peers.status_board import StatusBoard
 from fullshard.peers.store import StoreInTime
+from tests.harness import Fate, rank, run_fresh
 
 
 @pytest.fixture
@@ -68,6 +76,17 @@ def dead() -> int:
     return process.pid
 
 
+def test_a_process_is_not_taken_for_gone_where_no_file_can_be_opened(
+    dead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Path) -> str:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert host.is_running(os.getpid())
+    assert not host.is_running(dead)
+
+
 @pytest.mark.parametrize(
     ("container", "lost"), [("boot pid:[1] 0", [1]), ("boot pid:[2] 0", [])], ids=["same", "other"]
 )
@@ -76,15 +95,35 @@ def test_a_process_is_looked_for_where_its_number_means_something(
 ) -> None:
     """Containers of one node may share its name; process numbers are each one's own."""
     store = dist.HashStore()
-    monkeypatch.setattr(waits, "store_in_time", lambda limit_s: StoreInTime(store, limit_s))
+    for module in (waits, status_board):
+        monkeypatch.setattr(module, "store_in_time", lambda: StoreInTime(store, 5.0))
     world = type("World", (), {})()  # in which nobody was announced yet
     monkeypatch.setattr(waits, "default_group", lambda: world)
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
     monkeypatch.setattr(waits, "_GRACE_S", 0.1)
     monkeypatch.setattr(host, "identity", lambda: container)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(waits.os, "getpid", lambda: dead)
     waits.announce()
     monkeypatch.setattr(host, "identity", lambda: "boot pid:[1] 0")
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    assert waits.lost_ranks(None) == lost  # type: ignore[arg-type]
+    other = types.SimpleNamespace(board=StatusBoard(0, 2))
+    monkeypatch.setattr(waits, "watchdog", lambda: other)
+    assert waits.lost_ranks([1]) == lost
+
+
+def _gather_without(first: bool) -> None:
+    """Train over shared memory, and meet outside of a pass when one rank was killed."""
+    model = fullshard.fully_shard(nn.Linear(8, 8))
+    model(torch.ones(2, 8)).sum().backward()
+    dist.barrier()
+    if rank() == (0 if first else 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    gather_objects(None, None, "a test")
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_rank_that_was_killed_is_named_outside_of_passes(first: bool) -> None:
+    outcomes = run_fresh(2, _gather_without, first=first)
+    killed, waiting = outcomes if first else reversed(outcomes)
+    assert killed.fate is Fate.DIED
+    assert waiting.error[0] == "PeerLostError", waiting.text
+    assert f"rank {1 - first} died or left without a word" in waiting.text

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fullshard.comm.outside_steps import run_collective
 from fullshard.errors import ShardingError, StateError
-from fullshard.peers.groups import any_device
+from fullshard.peers.groups import any_device, place_in_job
 
 logger = logging.getLogger("fullshard")
 
@@ -111,11 +111,12 @@ def _everyones(has: bool, number: int, group: dist.ProcessGroup | None) -> dict[
 
     number: of the iteration. Raises StateError, on all ranks, if they are in different ones.
     """
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return {dist.get_rank() if dist.is_initialized() else 0: has}
+    place = place_in_job(group)
+    if place.size == 1:
+        return {place_in_job().rank: has}
     ranks = dist.get_process_group_ranks(group)
     told = torch.zeros(len(ranks), dtype=torch.int64, device=any_device(group))
-    told[dist.get_rank(group)] = 2 * number + has
+    told[place.rank] = 2 * number + has
     run_collective(dist.all_reduce, told, group=group, label=_LABEL)
     by_rank = dict(zip(ranks, told.tolist(), strict=True))
     numbers = {rank: value // 2 for rank, value in by_rank.items()}

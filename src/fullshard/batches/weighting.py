@@ -39,6 +39,7 @@ from fullshard.engine.params.managed import manager_of
 from fullshard.engine.runtime import eager
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, ShardingError, StateError
+from fullshard.peers.groups import place_in_job
 from fullshard.process_hooks import BEFORE_STEP
 from fullshard.state.structure import units_of
 from fullshard.torch_private import local_part, queue_callback
@@ -77,7 +78,7 @@ def weighted_loss(
             f"weighted_loss: the loss has shape {tuple(loss.shape)}. Pass the mean over what weight counts."
         )
     units = units_of(model)
-    if not units and dist.is_initialized() and dist.get_world_size() > 1:
+    if not units and place_in_job().size > 1:
         raise ShardingError(
             f"weighted_loss: {type(model).__name__} is not sharded, so nothing averages its gradients over "
             "ranks. Pass the model that fully_shard, replicate or FullyShardedDataParallel was applied to."

@@ -20,7 +20,7 @@ from fullshard.errors import (
     FullshardError,
     PeerLostError,
 )
-from fullshard.peers.groups import mark_own, timeout_s
+from fullshard.peers.groups import mark_own, place_in_job, timeout_s
 from fullshard.peers.paths import by_text, name_ranks
 from fullshard.peers.waits import absent_ranks, announce, leave_word, name_lost_ranks
 
@@ -41,12 +41,10 @@ class Peers:
     """
 
     def __init__(self, use: str = "saves", call: str = "another function") -> None:
-        is_many = dist.is_initialized() and dist.get_world_size() > 1
         self._call = call
         self._number = 0
-        self.group = _group(use) if is_many else None
-        self.rank = dist.get_rank() if is_many else 0
-        self.size = dist.get_world_size() if is_many else 1
+        self.rank, self.size = place_in_job()
+        self.group = _group(use) if self.size > 1 else None
 
     def gathered(self, value: T) -> list[T]:
         """Return every rank's value, on every rank. Collective, one round if values are small."""

@@ -79,7 +79,7 @@ class _DefaultMemory(CommBuffer):
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _ProcessGroupMemory(CommBuffer):
+class _ProcessGroupMemory(_DefaultMemory):
     """Memory from the process group's own allocator, such as NCCL's for registered buffers."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -90,14 +90,14 @@ class _ProcessGroupMemory(CommBuffer):
     ) -> torch.Tensor:
         backend = backend_of(self._group, device)
         if not backend.supports_tensor_alloc(device):
-            return torch.empty(*size, dtype=dtype, device=device)
+            return super().allocate(size, dtype=dtype, device=device)
         allocated: torch.Tensor = backend.allocate_tensor(
             math.prod(size), dtype=dtype, device=device
         )
         return allocated
 
 
-class _SymmetricMemory(CommBuffer):
+class _SymmetricMemory(_DefaultMemory):
     """Symmetric memory, which NCCL maps on all ranks of the group."""
 
     def __init__(self, group: dist.ProcessGroup, backend: Literal["NCCL"] = "NCCL") -> None:
@@ -111,7 +111,7 @@ class _SymmetricMemory(CommBuffer):
     ) -> torch.Tensor:
         # From a pool, so that memory is mapped once and used again.
         with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(device)):
-            return torch.empty(*size, dtype=dtype, device=device)
+            return super().allocate(size, dtype=dtype, device=device)
 
     def _map(self, *tensors: torch.Tensor) -> None:
         for tensor in tensors:

@@ -9,21 +9,19 @@ import functools
 from typing import Any
 
 import torch
-import torch.distributed as dist
-
-import fullshard.host as host  # noqa: PLR0402  (`from fullshard` would ask for a public name)
-from fullshard.peers.groups import exchange_through_store
 
 
 class CudaIpc:
-    """The operations on one CUDA device that reading other processes' memory needs.
+    """The operations on one CUDA device that reading other processes' memory needs. name: for messages.
 
     Events are recorded on the current stream, and waited for by the current stream; the host waits in `finish` alone.
     """
 
+    name = "CUDA IPC"
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._uuid = _uuid(device.index)
+        self._uuid = gpu_uuid(device.index)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return zeroed memory, 1-D in bytes, that can be exported."""
@@ -80,7 +78,7 @@ class CudaIpc:
         Raises RuntimeError if this process does not see the GPU or cannot access its memory.
         """
         for index in range(torch.cuda.device_count()):
-            if _uuid(index) != uuid:
+            if gpu_uuid(index) != uuid:
                 continue
             own = self._device.index
             if index == own or torch.cuda.can_device_access_peer(own, index):
@@ -92,17 +90,7 @@ class CudaIpc:
         )
 
 
-def ranks_share_a_gpu(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether two ranks of the group compute on one GPU. Every rank must call it."""
-    # With a visible GPU for every rank nobody is asked: sharing one would then be a mistake, which
-    # NCCL reports.
-    if group.size() <= torch.cuda.device_count():
-        return False
-    places = exchange_through_store((host.identity(), _uuid(device.index)), group)
-    return len(set(places)) < len(places)
-
-
 @functools.cache
-def _uuid(index: int) -> str:
+def gpu_uuid(index: int) -> str:
     """Return the UUID of one of the GPUs that this process sees."""
     return str(torch.cuda.get_device_properties(index).uuid)

@@ -26,7 +26,7 @@ What this file asks of a device, `cuda_ipc` has for CUDA.
 """
 
 import dataclasses
-import pickle
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -35,14 +35,13 @@ import torch.distributed as dist
 
 from fullshard.comm.cuda_ipc import CudaIpc
 from fullshard.comm.interface import Done, ShardBuffer, Work, named_in, shard_views
-from fullshard.comm.ring import Ring, StagingComm, Stretch
+from fullshard.comm.ring import StagingComm, Stretch
 from fullshard.comm.shared_memory import UnavailableError
 from fullshard.errors import CommError
-from fullshard.peers.groups import exchange_through_store
+from fullshard.peers.groups import exchange, own_group
 from fullshard.plan.layout import BucketLayout
 
 _TURNS = 4  # reductions that may be under way at once: see [Note: Turns]
-_MAIL_NBYTES = 1 << 16  # room per rank for pickled handles
 _FEW_PARAMS = 512  # flags per reduction and rank that there is room for from the start
 
 
@@ -92,20 +91,18 @@ class DeviceMemoryComm(StagingComm):
     """
 
     overlaps = True
+    max_under_way = _TURNS
 
-    def __init__(self, group: dist.ProcessGroup, device: CudaIpc, kind: str) -> None:
-        """kind: name of the memory in messages, such as "CUDA IPC"."""
-        self.name = f"peer memory (one host, {kind})"
-        # Through the store: the group's collectives may not work here (NCCL, ranks on one GPU).
-        super().__init__(group, exchange_through_store)
+    def __init__(self, group: dist.ProcessGroup, device: CudaIpc) -> None:
+        self.name = f"peer memory (one host, {device.name})"
+        super().__init__(group)
         self._device = device
-        self._mail = self.memory.allocate(self.size * _MAIL_NBYTES, "connecting")
+        self._group = weakref.ref(group)  # which keeps this
         self._peers = [rank for rank in range(self.size) if rank != self.rank]
-        self._own_events, self._peer_events = self._connect(kind)
+        self._own_events, self._peer_events = self._connect()
         self._num_fences = 0
         # Event after the last all-gather's copies. The lane runs copies in order, so it covers all.
         self._last_read: Any = None
-        self._ring = Ring(self, max_under_way=_TURNS)
         self._parts: list[torch.Tensor] = []  # of the ring, in rank order
         # Flags of reductions, in memory of the hosts.
         self._flag_memory, self._most_flags = memoryview(b""), 0
@@ -202,7 +199,7 @@ class DeviceMemoryComm(StagingComm):
 
     # Connecting
 
-    def _connect(self, kind: str) -> tuple[_Events, list[_Events]]:
+    def _connect(self) -> tuple[_Events, list[_Events]]:
         """Return this rank's events and the peers', once all ranks reach each other's memory.
 
         Raises UnavailableError, on every rank, if one of them cannot.
@@ -218,7 +215,7 @@ class DeviceMemoryComm(StagingComm):
         # Whatever a driver or an allocator raises, other ranks wait in the exchange: so it becomes
         # a value that all get.
         except Exception as error:
-            problem = f"rank {dist.get_rank()} cannot offer {kind} memory: {error}"
+            problem = f"rank {dist.get_rank()} cannot offer {device.name} memory: {error}"
         offers = self._exchange((problem, offer), "connecting")
         problem = next((theirs for theirs, _ in offers if theirs is not None), None)
         events: list[_Events] = []
@@ -229,7 +226,9 @@ class DeviceMemoryComm(StagingComm):
                     events.append(_Events(*([*map(device.open_event, each)] for each in handles)))
                     device.open(memory)
             except Exception as error:
-                problem = f"rank {dist.get_rank()} cannot open a peer's {kind} memory: {error}"
+                problem = (
+                    f"rank {dist.get_rank()} cannot open a peer's {device.name} memory: {error}"
+                )
         problems = self._exchange(problem, "connecting")
         if any(problems):
             raise UnavailableError(next(filter(None, problems)))
@@ -247,21 +246,11 @@ class DeviceMemoryComm(StagingComm):
         return shared
 
     def _exchange(self, value: Any, label: str) -> list[Any]:
-        """Return every rank's value, passed through host memory. Every rank must call it."""
-        data = pickle.dumps(value)
-        if len(data) > _MAIL_NBYTES:
-            raise CommError(
-                f"{label}: {len(data)} bytes of handles for {self.size} ranks are more than "
-                f"{_MAIL_NBYTES}. Use set_default_comm('process_group')."
-            )
-        start = self.rank * _MAIL_NBYTES
-        self._mail[start : start + len(data)] = data
-        self.memory.barrier(label)
-        # What an earlier value has left behind its end is not looked at.
-        starts = range(0, self.size * _MAIL_NBYTES, _MAIL_NBYTES)
-        values = [pickle.loads(self._mail[start : start + _MAIL_NBYTES]) for start in starts]
-        self.memory.barrier(label)  # all have read, so the next call may write here
-        return values
+        """Return every rank's value, in rank order. Every rank must call it."""
+        self.memory.barrier(label)  # a rank that is gone, or elsewhere, is named there
+        group = self._group()
+        assert group is not None  # the caller uses it
+        return exchange(value, own_group(group))
 
 
 def _copies(

@@ -19,7 +19,7 @@ from fullshard.comm.packing import (
     pack_gradients,
     wire_gradient,
 )
-from fullshard.plan.layout import BucketLayout, Route
+from fullshard.plan.layout import BucketLayout
 
 _FEW_RANKS = 8  # beyond, one `torch.sum` instead of as many additions, each of which costs a call
 
@@ -61,26 +61,20 @@ def exchange_rows(
     """
     size = bucket.shard_size
     works: list[Any] = []
-    sums: list[tuple[torch.Tensor, torch.Tensor]] = []
-    sent: list[torch.Tensor] = []
-    lent: list[torch.Tensor] = []
+    # What is sent, what arrives, and where its sum belongs. The first may be the gradient itself, which is not reused
+    # meanwhile.
+    moved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-    def exchange(source: torch.Tensor) -> torch.Tensor:
-        """Send a part of ``source`` to each rank; return what arrives, one row per rank."""
+    def exchange(source: torch.Tensor, target: torch.Tensor) -> None:
+        """Send a part of ``source`` to each rank."""
         received = memory.scratch.take(source.numel(), source.dtype)
         works.append(dist.all_to_all_single(received, source, group=group, async_op=True))
-        sent.append(source)
-        lent.append(received)
-        return received.view(size, -1)
+        moved.append((source, received, target))
 
-    for param, grad in zip(bucket.params, grads, strict=True):
-        if param.route is Route.DIRECT:
-            # May be the gradient itself, which `sent` keeps from being reused until `finish`.
-            source = wire_gradient(
-                param, grad, how.wire_dtype, out.device, divisor=how.scaling.before
-            )
-            target = out.narrow(0, param.shard_offset, param.chunk_numel)
-            sums.append((exchange(source), target))
+    # `bucket.direct` is the start of `bucket.params`.
+    for param, grad in zip(bucket.direct, grads, strict=False):
+        source = wire_gradient(param, grad, how.wire_dtype, out.device, divisor=how.scaling.before)
+        exchange(source, out.narrow(0, param.shard_offset, param.chunk_numel))
     # One more element per parameter and rank says whether this rank has a gradient for it. Flags
     # travel with the packed gradients, since a collective of their own would be a second call for
     # most units. So the packed exchange takes place even if no parameter is packed.
@@ -95,21 +89,19 @@ def exchange_rows(
     )
     flags = torch.tensor(present, dtype=how.wire_dtype, device=out.device)
     region.memory.view(size, -1)[:, bucket.packed_numel :] = flags
-    target = out.narrow(0, bucket.packed_offset, bucket.packed_numel)
-    received = exchange(region.memory)
-    sums.append((received[:, : bucket.packed_numel], target))
+    exchange(region.memory, out.narrow(0, bucket.packed_offset, bucket.packed_numel))
 
     def finish() -> tuple[bool, ...]:
-        for terms, total in sums:
-            _sum_rows(terms, total, divisor=how.scaling.after)
-        flags_seen = (received[:, bucket.packed_numel :] != 0).any(0).tolist()
-        # The whole of what was taken, not a slice: see `Scratch.give`.
-        for each in lent:
-            memory.scratch.give(each)
+        for _, received, total in moved:
+            rows = received.view(size, -1)
+            _sum_rows(rows[:, : total.numel()], total, divisor=how.scaling.after)
+        flags_seen = (rows[:, bucket.packed_numel :] != 0).any(0).tolist()  # behind the packed ones
+        for _, received, _ in moved:
+            memory.scratch.give(received)
         memory.regions.give(region)
         return tuple(flags_seen)
 
-    return Exchange(works, finish, (*sent, *lent))
+    return Exchange(works, finish, tuple(each for pair in moved for each in pair[:2]))
 
 
 def exchange_flat(

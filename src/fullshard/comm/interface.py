@@ -114,9 +114,8 @@ class Comm(abc.ABC):
     name: description for users, as `describe` prints it.
     overlaps: True if a started collective progresses without the caller, so prefetching helps.
     rank, size: this rank's place in the group, and the number of its ranks.
-    rule: which parameters a layout may route directly for this way of communicating.
+    rule: which parameters a layout may route directly for this way of communicating; by default all that can be.
     joins_dtypes: whether gradients of several dtypes travel at once, in the widest of them.
-    gathers_alone: whether a rank can gather while others do not.
     tells_presence: whether ranks tell each other which parameters have a gradient.
     wants_means: whether the reduce-scatter forms means wherever PyTorch's engine asks for them.
     """
@@ -125,9 +124,8 @@ class Comm(abc.ABC):
     overlaps: bool
     rank: int
     size: int
-    rule: DirectRule
+    rule = DirectRule(even=False, min_nbytes=0)
     joins_dtypes = False
-    gathers_alone = False
     tells_presence = True
     wants_means = False
 
@@ -205,13 +203,8 @@ class Comm(abc.ABC):
         return bucket.shard_numel * wire_dtype.itemsize
 
     @property
-    def held_nbytes(self) -> int:
-        """Bytes that this rank keeps for staging what it sends."""
-        return 0
-
-    @property
     def staging(self) -> Sequence[torch.Tensor]:
-        """Memory of earlier collectives, kept for the next ones; without the device's scratch."""
+        """Memory that this rank keeps from one collective to the next; without the device's scratch."""
         return ()
 
     @property
@@ -241,6 +234,11 @@ class Comm(abc.ABC):
     def reads_in_place(self) -> bool:
         """Whether ranks read each other's shards, so that writes need fences around them."""
         return type(self).fence is not Comm.fence
+
+    @property
+    def gathers_alone(self) -> bool:
+        """Whether a rank can gather while others do not."""
+        return self.size == 1 or self.reads_in_place
 
     def agree(self, bits: int, num_bits: int) -> int:
         """Return the bitwise "or" of all ranks' ``bits``. Every rank must call it alike.

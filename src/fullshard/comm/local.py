@@ -7,15 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fullshard.comm.interface import (
-    Comm,
-    Done,
-    ShardBuffer,
-    Sum,
-    Work,
-)
+from fullshard.comm.interface import Comm, Done, ShardBuffer, Sum, Work
 from fullshard.comm.packing import copy_in_gradients
-from fullshard.plan.layout import BucketLayout, DirectRule
+from fullshard.plan.layout import BucketLayout
 
 
 class LocalComm(Comm):
@@ -25,8 +19,6 @@ class LocalComm(Comm):
     rank = 0
     size = 1
     overlaps = False
-    gathers_alone = True
-    rule = DirectRule(even=False, min_nbytes=0)
 
     def allocate_shards(
         self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from fullshard.comm.calls import all_gather
 from fullshard.peers.flight_record import known_record
-from fullshard.peers.groups import is_gloo, own_group, timeout_s
-from fullshard.peers.waits import name_lost_ranks, wait_comparing
+from fullshard.peers.groups import any_device, is_gloo, own_group, timeout_s
+from fullshard.peers.waits import naming_lost_ranks, wait_comparing
 from fullshard.torch_private import default_group
 
 
@@ -32,21 +32,18 @@ def run_collective(
     on all ranks. Raises DivergenceError and PeerTimeoutError as `wait_comparing`, PeerLostError or
     CommError if a rank is gone or out of reach.
     """
-    group = default_group() if group is None else group
+    group = group or default_group()
     record = known_record(group)
     if record is not None:
         record.enter(label)
     if not is_gloo(group):
         call(*args, group=group, **options)
         return
-    try:
+    with naming_lost_ranks(group, label):
         moving = own_group(group)
         work = call(*args, group=moving, async_op=True, **options)
         own = None if moving is group and record is not None else moving
         wait_comparing(work, record, label, timeout_s(group), moving=own)
-    except RuntimeError as error:
-        name_lost_ranks(error, group, label)
-        raise
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None, label: str) -> list[Any]:
@@ -54,23 +51,18 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None, label: str) -> l
 
     value: what can be pickled. group, label and errors as for `run_collective`.
     """
-    group = default_group() if group is None else group
-    if not is_gloo(group):
-        values: list[Any] = [None] * group.size()
-        run_collective(dist.all_gather_object, values, value, group=group, label=label)
-        return values
-    data = pickle.dumps(value)
-    sizes = torch.empty(group.size(), dtype=torch.int64, device="cpu")
-    own_size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-    run_collective(all_gather, sizes, own_size, group=group, label=label)
+    group = group or default_group()
+    data = _pickled(value, group)
+    sizes = torch.empty(group.size(), dtype=torch.int64, device=data.device)
+    run_collective(all_gather, sizes, sizes.new_tensor([len(data)]), group=group, label=label)
     longest = int(sizes.max())
-    padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
-    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    gathered = torch.empty(group.size() * longest, dtype=torch.uint8, device="cpu")
+    padded = data.new_zeros(longest)
+    padded[: len(data)] = data
+    gathered = data.new_empty(group.size() * longest)
     run_collective(all_gather, gathered, padded, group=group, label=label)
     return [
-        pickle.loads(part[:size].numpy().tobytes())
-        for part, size in zip(gathered.split(longest), sizes.tolist(), strict=True)
+        _unpickled(part[:size])
+        for part, size in zip(gathered.cpu().split(longest), sizes.tolist(), strict=True)
     ]
 
 
@@ -80,20 +72,22 @@ def broadcast_object(value: Any, source: int, group: dist.ProcessGroup | None, l
     value: what can be pickled; ignored on other ranks. group, label and errors as for
     `run_collective`.
     """
-    group = default_group() if group is None else group
-    if not is_gloo(group):
-        values = [value]
-        run_collective(
-            dist.broadcast_object_list, values, group=group, label=label, group_src=source
-        )
-        return values[0]
+    group = group or default_group()
     is_source = group.rank() == source
-    data = torch.frombuffer(
-        bytearray(pickle.dumps(value if is_source else None)), dtype=torch.uint8
-    )
-    size = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
+    data = _pickled(value if is_source else None, group)
+    size = torch.tensor([len(data)], dtype=torch.int64, device=data.device)
     run_collective(dist.broadcast, size, group=group, label=label, group_src=source)
     if not is_source:
-        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        data = data.new_empty(int(size))
     run_collective(dist.broadcast, data, group=group, label=label, group_src=source)
-    return value if is_source else pickle.loads(data.numpy().tobytes())
+    return value if is_source else _unpickled(data.cpu())
+
+
+def _pickled(value: Any, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return a value as bytes, on a device that the group serves."""
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    return data.to(any_device(group))
+
+
+def _unpickled(data: torch.Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())

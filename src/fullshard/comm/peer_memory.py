@@ -33,7 +33,7 @@ from fullshard.comm.interface import (
 from fullshard.comm.packing import Region
 from fullshard.comm.ring import LINE, StagingComm, Stretch
 from fullshard.comm.shared_memory import UnavailableError
-from fullshard.peers.groups import backend_name, exchange_through_group, let_go_at_exit
+from fullshard.peers.groups import backend_name
 from fullshard.plan.layout import BucketLayout, Route
 from fullshard.plan.sizes import round_up
 
@@ -47,14 +47,11 @@ class PeerMemoryComm(StagingComm):
     name = "peer memory (one host)"
     overlaps = False
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        if device.type != "cpu":
-            raise UnavailableError(f"it serves CPU ranks, this is {device.type}")
-        backend = backend_name(group, device)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        backend = backend_name(group, torch.device("cpu"))
         if backend != "gloo":
             raise UnavailableError(f"the process group's backend is {backend}, not gloo")
-        let_go_at_exit()  # connecting calls collectives of Gloo: see [Note: Leaving Gloo]
-        super().__init__(group, exchange_through_group)
+        super().__init__(group)
         self._staging = memoryview(b"")  # the ring: one part per rank, one after the other
 
     def allocate_shards(
@@ -117,10 +114,10 @@ class PeerMemoryComm(StagingComm):
 
     @property
     def mapped_nbytes(self) -> int:
-        return self.size * self._ring.nbytes
+        return self.size * self.ring_nbytes
 
     def _flags(self, stretch: Stretch, num_params: int) -> list[memoryview]:
-        nbytes = self._ring.nbytes
+        nbytes = self.ring_nbytes
         starts = range(stretch.start, self.size * nbytes, nbytes)
         return [self._staging[start : start + num_params] for start in starts]
 
@@ -133,7 +130,7 @@ class PeerMemoryComm(StagingComm):
     def _part(
         self, stretch: Stretch, rank: int, offset: int, numel: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        start = rank * self._ring.nbytes + stretch.start + offset
+        start = rank * self.ring_nbytes + stretch.start + offset
         return _view(self._staging, start, (numel,), dtype)
 
 

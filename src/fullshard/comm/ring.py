@@ -25,7 +25,7 @@ import collections
 import dataclasses
 import mmap
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from fullshard.comm.packing import copy_in_gradients
 from fullshard.comm.shared_memory import SharedMemory, UnavailableError
 from fullshard.errors import CommError
 from fullshard.peers.flight_record import FlightRecord, keep_record
-from fullshard.plan.layout import BucketLayout, DirectRule
+from fullshard.plan.layout import BucketLayout
 from fullshard.plan.sizes import round_up
 
 # Bytes of a cache line. Stretches and the fields in them begin on one, so that ranks which write
@@ -51,140 +51,16 @@ class Stretch(NamedTuple):
     stop: int
 
 
-class Ring:
-    """The stretches in use, and the posted reductions whose sums this rank has yet to form.
-
-    nbytes: size of each rank's part.
-    comm: keeps the parts, and knows what has to be ordered besides counters.
-    max_under_way: number of reductions that may be staged and not yet read by all ranks; None for
-        any number that fits.
-    """
-
-    def __init__(self, comm: "StagingComm", max_under_way: int | None = None) -> None:
-        self.nbytes = 0
-        self._comm = comm
-        self._max_under_way = max_under_way
-        self._next = 0  # byte at which the next stretch begins if it fits before the end
-        self._sequence = 0  # number of the last reduction that was claimed; the first one is 1
-        # Oldest first. Stretches that all ranks have consumed stay until somebody waits for them.
-        self._stretches: collections.deque[Stretch] = collections.deque()
-        self._pending: collections.deque[PendingSum] = collections.deque()
-
-    def prepare(self, staged_nbytes: Sequence[int]) -> None:
-        """Make the ring large enough for reductions that stage this many bytes each.
-
-        Raises UnavailableError on every rank if one of them cannot get the memory.
-        """
-        sizes = sorted(staged_nbytes, reverse=True)
-        if sizes:
-            # Room for the largest alone, or for two of the second size: one that is summed while
-            # the other is filled. Room for two of the largest would mostly lie idle, since the
-            # largest is often an embedding.
-            self._reserve(max(sizes[0], 2 * sizes[min(1, len(sizes) - 1)]))
-
-    def claim(self, nbytes: int, label: str) -> Stretch:
-        """Take the next stretch. Returns once all ranks have read what it held before.
-
-        Raises DivergenceError if another rank reduces something else at this place.
-        """
-        # Before anything else: with other sizes, only some ranks would enlarge the ring, which is
-        # collective, and they would wait for ever.
-        self._comm.memory.record.enter(label, nbytes)
-        nbytes = round_up(nbytes, LINE)
-        if nbytes > self.nbytes:
-            try:
-                self._reserve(nbytes)
-            # `prepare` was told less, and in the middle of backward it is too late for another way.
-            except UnavailableError as reason:
-                raise CommError(
-                    f"{label}: {reason}. Raise the limit, or use set_default_comm('process_group')."
-                ) from reason
-        # A stretch never wraps around the end, since a reduction is one contiguous tensor.
-        start = self._next if self._next + nbytes <= self.nbytes else 0
-        stop = start + nbytes
-        # The latest is enough: sums are formed in order, so what came before it is consumed too.
-        latest = 0
-        for each in reversed(self._stretches):
-            if each.start < stop and start < each.stop:
-                latest = each.sequence
-                break
-        if self._max_under_way is not None:
-            # The reduction that used this one's turn of events and flags (see `device_memory`).
-            latest = max(latest, self._sequence + 1 - self._max_under_way)
-        if latest > 0:
-            self._wait_consumed(latest, label)
-        self._sequence += 1
-        self._next = stop
-        stretch = Stretch(self._sequence, start, stop)
-        self._stretches.append(stretch)
-        return stretch
-
-    def post(
-        self, stretch: Stretch, finish: Callable[[], tuple[bool, ...]], label: str
-    ) -> "PendingSum":
-        """Tell the other ranks that this rank has staged its terms.
-
-        finish: forms this rank's sum, and returns for each parameter whether any rank had a
-            gradient. Called once, when all ranks have posted.
-        """
-        self._comm.before_post(stretch.sequence)
-        # `set` makes the terms visible first: a rank that reads the counter may read them.
-        self._comm.memory.set(SharedMemory.POSTED, stretch.sequence)
-        pending = PendingSum(self, stretch.sequence, finish, label)
-        self._pending.append(pending)
-        return pending
-
-    def finish_through(self, sequence: int) -> None:
-        """Form this rank's sums of all reductions up to ``sequence``."""
-        # In order, since one counter says how many are consumed: it must not run past a reduction
-        # that this rank still has to read.
-        while self._pending and self._pending[0].sequence <= sequence:
-            pending = self._pending.popleft()
-            self._comm.memory.wait_all(SharedMemory.POSTED, pending.sequence, pending.label)
-            self._comm.before_read(pending.sequence)
-            pending.result = pending.finish()
-            # Only now: the counter allows other ranks to overwrite their parts.
-            self._comm.before_release(pending.sequence)
-            self._comm.memory.set(SharedMemory.CONSUMED, pending.sequence)
-
-    def abandon(self) -> None:
-        """Drop the sums that will never be formed, after an exception."""
-        # Their counter moves on all the same: peers that go on would wait for it in `claim`.
-        self._pending.clear()
-        self._comm.before_release(self._sequence)
-        self._comm.memory.set(SharedMemory.CONSUMED, self._sequence)
-
-    def _reserve(self, nbytes: int) -> None:
-        """Enlarge the ring if it is smaller. Every rank comes here with the same sizes."""
-        if nbytes <= self.nbytes:
-            return
-        # New memory replaces the old one, so nobody may have anything to read in it.
-        if self._stretches:
-            self._wait_consumed(self._stretches[-1].sequence, "enlarging the gradient ring")
-        nbytes = round_up(nbytes, mmap.PAGESIZE)
-        self._comm.enlarge(nbytes)
-        self.nbytes = nbytes
-        self._next = 0
-
-    def _wait_consumed(self, sequence: int, label: str) -> None:
-        """Return once all ranks have read every reduction up to ``sequence``."""
-        # This rank's own sums first: others wait for its counter as it waits for theirs.
-        if self._pending:
-            self.finish_through(sequence)
-        self._comm.memory.wait_all(SharedMemory.CONSUMED, sequence, label)
-        self._comm.before_reuse(sequence)
-        while self._stretches and self._stretches[0].sequence <= sequence:
-            self._stretches.popleft()
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class PendingSum:
     """A posted reduction whose sum this rank forms when ``wait`` is called, or earlier.
 
+    finish: forms the sum, and returns for each parameter whether any rank had a gradient. Called once, when all ranks
+        have posted.
     tensors: none, since gradients were copied into the ring when it was started.
     """
 
-    ring: Ring
+    comm: "StagingComm"
     sequence: int
     finish: Callable[[], tuple[bool, ...]]
     label: str
@@ -192,30 +68,49 @@ class PendingSum:
     tensors: ClassVar[tuple[torch.Tensor, ...]] = ()
 
     def wait(self) -> tuple[bool, ...]:
-        self.ring.finish_through(self.sequence)
+        self.comm.finish_through(self.sequence)
         return self.result
 
 
 class StagingComm(Comm):
     """Communication of ranks of one host that stage what they sum in a ring, whose parts a subclass keeps.
 
-    memory: what their hosts share. exchange: as for `SharedMemory`.
+    memory: what their hosts share. ring_nbytes: size of each rank's part of the ring.
+    max_under_way: number of reductions that may be staged and not yet read by all ranks; None for any number that fits.
     """
 
-    gathers_alone = True
-    rule = DirectRule(even=False, min_nbytes=0)
+    max_under_way: int | None = None
 
-    def __init__(
-        self, group: dist.ProcessGroup, exchange: Callable[[Any, dist.ProcessGroup], list[Any]]
-    ) -> None:
-        self.memory = SharedMemory(group, exchange)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.memory = SharedMemory(group)
         self.memory.record = keep_record(group, self.memory.record)
         self.rank, self.size = self.memory.rank, self.memory.size
-        self._ring = Ring(self)
+        self.ring_nbytes = 0
+        self._next = 0  # byte at which the next stretch begins if it fits before the end
+        self._sequence = 0  # number of the last reduction that was claimed; the first one is 1
+        # Oldest first. Stretches that all ranks have consumed stay until somebody waits for them.
+        self._stretches: collections.deque[Stretch] = collections.deque()
+        self._pending: collections.deque[PendingSum] = collections.deque()  # not summed here yet
+
+    # What a subclass keeps
 
     @abc.abstractmethod
     def enlarge(self, nbytes: int) -> None:
         """Replace the ring's parts by larger ones. Every rank calls it together, with no reduction under way."""
+
+    @abc.abstractmethod
+    def _part(
+        self, stretch: Stretch, rank: int, offset: int, numel: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return a view of what ``rank`` staged, from byte ``offset`` of the stretch on."""
+
+    @abc.abstractmethod
+    def _flags(self, stretch: Stretch, num_params: int) -> list[memoryview]:
+        """Return where each rank writes which gradients it has, one byte each, for all hosts to read."""
+
+    def _flags_nbytes(self, num_params: int) -> int:
+        """Return how many bytes at the beginning of a stretch its flags take."""
+        return 0
 
     # What has to be ordered besides counters, for a reduction by its number. On the CPU, that is nothing.
 
@@ -233,20 +128,6 @@ class StagingComm(Comm):
 
     # Reductions
 
-    @abc.abstractmethod
-    def _part(
-        self, stretch: Stretch, rank: int, offset: int, numel: int, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return a view of what ``rank`` staged, from byte ``offset`` of the stretch on."""
-
-    @abc.abstractmethod
-    def _flags(self, stretch: Stretch, num_params: int) -> list[memoryview]:
-        """Return where each rank writes which gradients it has, one byte each, for all hosts to read."""
-
-    def _flags_nbytes(self, num_params: int) -> int:
-        """Return how many bytes at the beginning of a stretch its flags take."""
-        return 0
-
     @property
     def record(self) -> FlightRecord | None:
         return self.memory.record
@@ -259,11 +140,18 @@ class StagingComm(Comm):
         return self._flags_nbytes(len(bucket.params)) + super().summed_nbytes(bucket, wire_dtype)
 
     @property
-    def held_nbytes(self) -> int:
-        return self._ring.nbytes
+    def staging(self) -> Sequence[torch.Tensor]:
+        nbytes = self.ring_nbytes
+        whole = Stretch(0, 0, nbytes)
+        return [self._part(whole, self.rank, 0, nbytes, torch.uint8)] if nbytes else []
 
     def prepare(self, staged_nbytes: Sequence[int]) -> None:
-        self._ring.prepare(staged_nbytes)
+        sizes = sorted(staged_nbytes, reverse=True)
+        if sizes:
+            # Room for the largest alone, or for two of the second size: one that is summed while
+            # the other is filled. Room for two of the largest would mostly lie idle, since the
+            # largest is often an embedding.
+            self._reserve(max(sizes[0], 2 * sizes[min(1, len(sizes) - 1)]))
 
     def reduce_scatter(
         self,
@@ -274,7 +162,7 @@ class StagingComm(Comm):
     ) -> Work:
         wire, numel = how.wire_dtype, bucket.shard_numel
         # Returns once all ranks have read what this stretch held before, so it may be overwritten.
-        stretch = self._ring.claim(self.staged_nbytes(bucket, wire), how.label)
+        stretch = self._claim(self.staged_nbytes(bucket, wire), how.label)
         start = self._flags_nbytes(len(grads))
         # For all ranks, into this rank's part alone. The gradients may be freed after it.
         staged = self._part(stretch, self.rank, start, self.size * numel, wire)
@@ -285,9 +173,57 @@ class StagingComm(Comm):
 
     def all_reduce(self, total: torch.Tensor, present: tuple[bool, ...], how: Sum) -> Work:
         wire, numel, start = how.wire_dtype, total.numel(), self._flags_nbytes(len(present))
-        stretch = self._ring.claim(start + numel * wire.itemsize, how.label)
+        stretch = self._claim(start + numel * wire.itemsize, how.label)
         self._part(stretch, self.rank, start, numel, wire).copy_(total)
         return self._post(stretch, start, present, lambda: total, how, divisor=1.0)
+
+    def agree(self, bits: int, num_bits: int) -> int:
+        return self.memory.agree(bits, num_bits)
+
+    def abandon(self) -> None:
+        # Their counter moves on all the same: peers that go on would wait for it in `_claim`.
+        self._pending.clear()
+        self.before_release(self._sequence)
+        self.memory.set(SharedMemory.CONSUMED, self._sequence)
+
+    # The life of a stretch
+
+    def _claim(self, nbytes: int, label: str) -> Stretch:
+        """Take the next stretch. Returns once all ranks have read what it held before.
+
+        Raises DivergenceError if another rank reduces something else at this place.
+        """
+        # Before anything else: with other sizes, only some ranks would enlarge the ring, which is
+        # collective, and they would wait for ever.
+        self.memory.record.enter(label, nbytes)
+        nbytes = round_up(nbytes, LINE)
+        if nbytes > self.ring_nbytes:
+            try:
+                self._reserve(nbytes)
+            # `prepare` was told less, and in the middle of backward it is too late for another way.
+            except UnavailableError as reason:
+                raise CommError(
+                    f"{label}: {reason}. Raise the limit, or use set_default_comm('process_group')."
+                ) from reason
+        # A stretch never wraps around the end, since a reduction is one contiguous tensor.
+        start = self._next if self._next + nbytes <= self.ring_nbytes else 0
+        stop = start + nbytes
+        # The latest is enough: sums are formed in order, so what came before it is consumed too.
+        latest = 0
+        for each in reversed(self._stretches):
+            if each.start < stop and start < each.stop:
+                latest = each.sequence
+                break
+        if self.max_under_way is not None:
+            # The reduction that used this one's turn of events and flags (see `device_memory`).
+            latest = max(latest, self._sequence + 1 - self.max_under_way)
+        if latest > 0:
+            self._wait_consumed(latest, label)
+        self._sequence += 1
+        self._next = stop
+        stretch = Stretch(self._sequence, start, stop)
+        self._stretches.append(stretch)
+        return stretch
 
     def _post(
         self,
@@ -303,8 +239,7 @@ class StagingComm(Comm):
         flags = self._flags(stretch, len(present))
         flags[self.rank][:] = bytes(present)
 
-        # The ring calls it once all ranks have posted this stretch, before it tells them that this
-        # rank has read it.
+        # Called once all ranks have posted this stretch, before they are told that this rank has read it.
         def finish() -> tuple[bool, ...]:
             # Memory for the sum is asked for now, when the gradients were freed: it may be theirs.
             total = out()
@@ -317,10 +252,44 @@ class StagingComm(Comm):
             add_in_order(terms, total, divisor=divisor)
             return tuple(map(any, zip(*flags, strict=True)))
 
-        return self._ring.post(stretch, finish, how.label)
+        self.before_post(stretch.sequence)
+        # `set` makes the terms visible first: a rank that reads the counter may read them.
+        self.memory.set(SharedMemory.POSTED, stretch.sequence)
+        pending = PendingSum(self, stretch.sequence, finish, how.label)
+        self._pending.append(pending)
+        return pending
 
-    def agree(self, bits: int, num_bits: int) -> int:
-        return self.memory.agree(bits, num_bits)
+    def finish_through(self, sequence: int) -> None:
+        """Form this rank's sums of all reductions up to ``sequence``."""
+        # In order, since one counter says how many are consumed: it must not run past a reduction
+        # that this rank still has to read.
+        while self._pending and self._pending[0].sequence <= sequence:
+            pending = self._pending.popleft()
+            self.memory.wait_all(SharedMemory.POSTED, pending.sequence, pending.label)
+            self.before_read(pending.sequence)
+            pending.result = pending.finish()
+            # Only now: the counter allows other ranks to overwrite their parts.
+            self.before_release(pending.sequence)
+            self.memory.set(SharedMemory.CONSUMED, pending.sequence)
 
-    def abandon(self) -> None:
-        self._ring.abandon()
+    def _reserve(self, nbytes: int) -> None:
+        """Enlarge the ring if it is smaller. Every rank comes here with the same sizes."""
+        if nbytes <= self.ring_nbytes:
+            return
+        # New memory replaces the old one, so nobody may have anything to read in it.
+        if self._stretches:
+            self._wait_consumed(self._stretches[-1].sequence, "enlarging the gradient ring")
+        nbytes = round_up(nbytes, mmap.PAGESIZE)
+        self.enlarge(nbytes)
+        self.ring_nbytes = nbytes
+        self._next = 0
+
+    def _wait_consumed(self, sequence: int, label: str) -> None:
+        """Return once all ranks have read every reduction up to ``sequence``."""
+        # This rank's own sums first: others wait for its counter as it waits for theirs.
+        if self._pending:
+            self.finish_through(sequence)
+        self.memory.wait_all(SharedMemory.CONSUMED, sequence, label)
+        self.before_reuse(sequence)
+        while self._stretches and self._stretches[0].sequence <= sequence:
+            self._stretches.popleft()

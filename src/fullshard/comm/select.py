@@ -11,8 +11,9 @@ import weakref
 import torch
 import torch.distributed as dist
 
+import fullshard.host as host  # noqa: PLR0402  (`from fullshard` would ask for a public name)
 from fullshard.comm.collectives import CollectivesComm
-from fullshard.comm.cuda_ipc import CudaIpc, ranks_share_a_gpu
+from fullshard.comm.cuda_ipc import CudaIpc, gpu_uuid
 from fullshard.comm.device_memory import DeviceMemoryComm
 from fullshard.comm.interface import Comm
 from fullshard.comm.local import LocalComm
@@ -20,7 +21,7 @@ from fullshard.comm.peer_memory import PeerMemoryComm
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.comm.shared_memory import UnavailableError
 from fullshard.errors import AllocationError, CommError, ShardingError
-from fullshard.peers.groups import backend_names, exchange_through_group
+from fullshard.peers.groups import backend_names, exchange
 from fullshard.policies import CommChoice
 
 logger = logging.getLogger("fullshard")
@@ -168,7 +169,7 @@ def _peer_memory(
     # With other backends CPU ranks do not share memory, and a fake one has nobody to ask.
     if replicas is not None and is_agreed_on and "gloo" in backend_names(group):
         found = known.get(device)
-        told = exchange_through_group((found if isinstance(found, str) else None, lack), replicas)
+        told = exchange((found if isinstance(found, str) else None, lack), replicas)
         lack = next((theirs for _, theirs in told if theirs is not None), None)
         if found is not None:
             known[device] = next((why_not for why_not, _ in told if why_not is not None), found)
@@ -183,16 +184,20 @@ def _peer_memory(
 def _connect(group: dist.ProcessGroup, device: torch.device) -> Comm:
     """Return new communication through peer memory. Raises UnavailableError on all ranks alike."""
     if device.type == "cpu":
-        return PeerMemoryComm(group, device)
+        return PeerMemoryComm(group)
     if device.type == "cuda":
-        return DeviceMemoryComm(group, CudaIpc(device), "CUDA IPC")
+        return DeviceMemoryComm(group, CudaIpc(device))
     raise UnavailableError(f"it serves CPU and CUDA ranks, this is {device.type}")
 
 
 def _share_a_gpu(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether ranks of the group compute on one GPU. All ranks are asked, once per group."""
+    """Return whether two ranks of the group compute on one GPU. All ranks are asked, once per group."""
     if group not in _sharing:
-        # Other backends, such as the fake one, may have no process behind their ranks.
-        of_processes = backend_names(group) & {"nccl", "gloo"}
-        _sharing[group] = bool(of_processes) and ranks_share_a_gpu(group, device)
+        # With a visible GPU for every rank nobody is asked: sharing one would then be a mistake, which NCCL reports.
+        # Backends such as the fake one may have no process behind their ranks.
+        has_processes = not {"nccl", "gloo"}.isdisjoint(backend_names(group))
+        places: list[tuple[str, str]] = []
+        if has_processes and group.size() > torch.accelerator.device_count():
+            places = exchange((host.identity(), gpu_uuid(device.index)), group)
+        _sharing[group] = len({*places}) < len(places)
     return _sharing[group]

@@ -23,8 +23,6 @@ import select
 import sys
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
 
@@ -33,9 +31,9 @@ from fullshard.errors import AllocationError
 from fullshard.peers import flight_record, status_board
 from fullshard.peers.agreed_order import AgreedOrder
 from fullshard.peers.flight_record import Fence, FlightRecord, keep_record, known_record
-from fullshard.peers.groups import exchange_through_group, exchange_through_store, timeout_s
+from fullshard.peers.groups import exchange, timeout_s
 from fullshard.peers.status_board import StatusSlots
-from fullshard.peers.store import files_for_store
+from fullshard.peers.store import tcp_store
 from fullshard.peers.waits import WaitReporter, loss
 from fullshard.peers.watchdog import has_watchdog, watchdog
 
@@ -64,14 +62,13 @@ class UnavailableError(Exception):
 class _Introduction:
     """A rank's message to the others, before they share memory.
 
+    rank: its global number.
     control_fd: descriptor of the control memory, from rank 0 alone; else -1.
     problem: why this rank cannot share memory; None if it can.
-    files: how many it may open, and how many it needs for the store that ranks met in; None if it needs none,
-        as it has connected before, or that is not known.
+    files: see `_files`; None if it needs none, as it has connected before.
     """
 
     rank: int
-    global_rank: int
     pid: int
     host: str
     control_fd: int
@@ -94,12 +91,8 @@ class SharedMemory:
 
     BARRIER, OFFER_FD, POSTED, CONSUMED, REFUSAL, BITS = range(6)
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        exchange: Callable[[Any, dist.ProcessGroup], list[Any]] = exchange_through_group,
-    ) -> None:
-        """Connect the group's ranks. Every rank must call it. exchange: returns every rank's value, in rank order.
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Connect the group's ranks. Every rank must call it.
 
         Raises UnavailableError on every rank if one of them cannot share memory, AllocationError if one may
         open too few files to be connected at all.
@@ -119,20 +112,19 @@ class SharedMemory:
                 fd = _create_file(nbytes) if self.rank == 0 else -1
         except OSError as error:
             problem = f"cannot share memory: {error}"
-        mine = _Introduction(self.rank, dist.get_rank(), os.getpid(), host_id, fd, problem, files)
+        mine = _Introduction(dist.get_rank(), os.getpid(), host_id, fd, problem, files)
         try:
-            self._peers: list[_Introduction] = exchange(mine, group)
-            _check_files(self._peers)
-            problem = _common_problem(self._peers)
+            ranks: list[_Introduction] = exchange(mine, group)
+            _check_files(ranks)
+            problem = _common_problem(ranks)
             try:
                 if problem is None:
-                    first = self._peers[0]
-                    control = _open_peer_file(first.pid, first.control_fd, nbytes)
-                    for peer in self._peers:
-                        if peer.rank != self.rank:
+                    control = _open_peer_file(ranks[0].pid, ranks[0].control_fd, nbytes)
+                    for peer in ranks:
+                        if peer.rank != mine.rank:
                             # A peer that lives waits in the exchange below, so its pid has not gone to
                             # another process.
-                            self._pidfds[peer.global_rank] = os.pidfd_open(peer.pid)
+                            self._pidfds[peer.rank] = os.pidfd_open(peer.pid)
             except OSError as error:
                 problem = f"rank {dist.get_rank()} cannot open a peer's memory: {error}"
             problems = [each for each in exchange(problem, group) if each is not None]
@@ -145,9 +137,8 @@ class SharedMemory:
         record_end = counters_nbytes + self.size * flight_record.NBYTES
         self._words = control[:counters_nbytes].cast("q")
         self._entries = control[counters_nbytes:record_end]
-        ranks = [peer.global_rank for peer in self._peers]
-        self.slots = StatusSlots(self.rank, ranks, control[record_end:])
-        self.pids = {peer.global_rank: peer.pid for peer in self._peers}
+        self.pids = {peer.rank: peer.pid for peer in ranks}  # by global rank
+        self.slots = StatusSlots(self.rank, [*self.pids], control[record_end:])
         self._fence = Fence()
         self._arrivals = 0
         # With more ranks than cores, spinning would keep the rank that is waited for from running.
@@ -155,13 +146,14 @@ class SharedMemory:
         self._exits = select.poll()
         for pidfd in self._pidfds.values():
             self._exits.register(pidfd, select.POLLIN)
-        watchdog()  # started now, while all ranks are here
+        # Started now, while all ranks are here.
+        watchdog().board.note_processes(self.pids)
 
     @functools.cached_property
     def record(self) -> FlightRecord:
         """The flight record of the group, in this memory."""
         made = FlightRecord(self.rank, self.slots.ranks, self._entries, self._name)
-        made.slots, made.pids = self.slots, self.pids
+        made.slots = self.slots
         return made
 
     def __del__(self) -> None:
@@ -192,7 +184,7 @@ class SharedMemory:
         offered = self.get(0, self.OFFER_FD)
         if offered >= 0:
             try:
-                memory = _open_peer_file(self._peers[0].pid, offered, nbytes)
+                memory = _open_peer_file(next(iter(self.pids.values())), offered, nbytes)
             except OSError as error:
                 refusal = error.errno or errno.EIO
         self.set(self.REFUSAL, -offered if self.rank == 0 and offered < 0 else refusal)
@@ -202,11 +194,10 @@ class SharedMemory:
         self.barrier(label)
         if fd >= 0:
             os.close(fd)
-        for peer in self._peers:
-            if refusal := self.get(peer.rank, self.REFUSAL):
+        for number, rank in enumerate(self.pids):
+            if refusal := self.get(number, self.REFUSAL):
                 raise UnavailableError(
-                    f"{label}: rank {peer.global_rank} cannot share {nbytes} bytes: "
-                    f"{os.strerror(refusal)}"
+                    f"{label}: rank {rank} cannot share {nbytes} bytes: {os.strerror(refusal)}"
                 )
         assert memory is not None
         return memory
@@ -281,12 +272,12 @@ class SharedMemory:
                     checked = now
                     # Before looking who is gone: a rank that has seen that paths differ raises and
                     # may leave, and the difference is the better error.
-                    reporter.check({peer: self.pids.get(peer) for peer in late})
+                    reporter.check(late)
                     self._check_alive(counter, value, label)
 
     def _late(self, counter: int, value: int) -> list[int]:
         """Return the global ranks whose counter is below ``value``."""
-        return [peer.global_rank for peer in self._peers if self.get(peer.rank, counter) < value]
+        return [rank for number, rank in enumerate(self.pids) if self.get(number, counter) < value]
 
     def _check_alive(self, counter: int, value: int, label: str) -> None:
         """Raise PeerLostError if a rank that has not arrived has exited, or given up as it lost another."""
@@ -298,7 +289,7 @@ class SharedMemory:
         missed = {rank for rank in late if self._pidfds.get(rank) in ready}
         for rank in late:
             status = self.slots.read(rank)
-            if status is not None and status.is_loss:
+            if status is not None and status.verdict is not None and status.verdict.is_loss:
                 missed.add(rank)
         if missed:
             raise loss(missed, label)
@@ -323,20 +314,16 @@ def record_of(group: dist.ProcessGroup, backend: str) -> FlightRecord | None:
 def _make_record(group: dist.ProcessGroup, backend: str) -> FlightRecord:
     shared: SharedMemory | None = None
     try:
-        if backend == "gloo":
-            return SharedMemory(group).record
-        if backend == "nccl":
-            # Its collectives want a device, which may be another one later.
-            shared = SharedMemory(group, exchange_through_store)
-    except AllocationError:
-        raise
-    # RuntimeError of a store that cannot exchange anything, as that of fake process groups.
-    except (UnavailableError, RuntimeError) as reason:
+        if backend in ("gloo", "nccl"):
+            shared = SharedMemory(group)
+    except UnavailableError as reason:
         logger.info("ranks share no flight record: %s", reason)
+    if shared is not None and backend == "gloo":
+        return shared.record
     ranks = dist.get_process_group_ranks(group)
     record = FlightRecord(group.rank(), ranks, None, name=group.group_name)
     if shared is not None:
-        record.slots, record.pids = shared.slots, shared.pids
+        record.slots = shared.slots
     if backend in WITHOUT_PROCESSES:
         return record
     record.is_on_device = backend != "gloo"
@@ -360,13 +347,17 @@ def _platform_problem() -> str | None:
 
 
 def _files() -> tuple[int, int] | None:
-    """Return `_Introduction.files`."""
-    left = host.files_left()
+    """Return how many files this process may open, and how many it needs for connections to the store; None if unknown.
+
+    One of its own, and the other ends of all ranks' where the store is in this process.
+    """
+    left, store = host.files_left(), tcp_store()
+    if left is None or store is None:
+        return None
     try:
-        needed = files_for_store()
+        return left, 1 + (dist.get_world_size() if host.is_listening(store.port) else 0)
     except OSError:  # there is no room to look
-        left, needed = 0, 1
-    return (left, needed) if left is not None and needed else None
+        return 0, 1
 
 
 def _check_files(introductions: list[_Introduction]) -> None:
@@ -381,7 +372,7 @@ def _check_files(introductions: list[_Introduction]) -> None:
             needed = for_store + (len(introductions) - 1 + _FILES if is_one_host else 0)
             if left < needed:
                 raise AllocationError(
-                    f"Rank {peer.global_rank} may open {left} more files, and needs {needed} to be connected with "
+                    f"Rank {peer.rank} may open {left} more files, and needs {needed} to be connected with "
                     f"the others, {for_store} of them for the store that the ranks met in. Raise its limit on open "
                     "files (ulimit -n), and start again."
                 )
@@ -391,7 +382,7 @@ def _common_problem(introductions: list[_Introduction]) -> str | None:
     """Return why these ranks cannot share memory, in the same words on all ranks."""
     for peer in introductions:
         if peer.problem is not None:
-            return f"rank {peer.global_rank}: {peer.problem}"
+            return f"rank {peer.rank}: {peer.problem}"
     if len({peer.host for peer in introductions}) > 1:
         return "the ranks are on different hosts, in different containers, or of different users"
     if len({peer.pid for peer in introductions}) < len(introductions):

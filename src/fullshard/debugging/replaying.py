@@ -23,6 +23,7 @@ from fullshard.debugging.record import ReplayFacts, ReplayRecord
 from fullshard.debugging.surroundings import autocast_as, device_of, restore, settings_as
 from fullshard.debugging.tape import BACKWARD, FORWARD, GRADIENT, REDUCED, Event, Tape, path_of
 from fullshard.errors import CheckpointError, MisuseError, StateError
+from fullshard.peers.groups import place_in_job
 from fullshard.state.structure import units_of
 
 
@@ -86,7 +87,7 @@ def replay(folder: str | os.PathLike[str], model: nn.Module, *, rank: int | None
     record = ReplayRecord(folder)
     facts = record.facts()
     parts = _ranks_to_replay(facts, rank)
-    is_alone = facts.ranks > 1 and _world_size() == 1
+    is_alone = facts.ranks > 1 and place_in_job().size == 1
     if facts.precision and not units_of(model):
         raise StateError(
             f"The step was computed in {', '.join(facts.precision)} by its mixed precision, which a model that is "
@@ -105,17 +106,15 @@ def replay(folder: str | os.PathLike[str], model: nn.Module, *, rank: int | None
         set_random_states(before)
         model.zero_grad(set_to_none=True)
     return _replay_of(
-        record, facts, replayed if _world_size() == 1 else Peers("replays").gathered(replayed[0])
+        record,
+        facts,
+        replayed if place_in_job().size == 1 else Peers("replays").gathered(replayed[0]),
     )
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _ranks_to_replay(facts: ReplayFacts, rank: int | None) -> list[int]:
     """Return the ranks whose parts this process replays."""
-    size = _world_size()
+    size = place_in_job().size
     if size == 1:
         if rank is not None and not 0 <= rank < facts.ranks:
             raise MisuseError(f"rank={rank}: {facts.ranks} ranks were recorded. Give one of these.")

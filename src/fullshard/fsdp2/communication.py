@@ -22,7 +22,7 @@ from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.engine.adoption import use_comm
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, ShardingError, StateError
-from fullshard.peers.groups import backend_name, backend_of, keeping_order
+from fullshard.peers.groups import backend_name, backend_of, make_group
 
 
 def use_collectives(
@@ -46,7 +46,7 @@ def use_separate_reduce_groups(units: Iterable[Unit], *, enable: bool) -> None:
 
     Every rank has to call it, since making a group is collective.
     """
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for unit in units:
         group = unit.mesh.shard_group
         if not enable:
@@ -54,12 +54,7 @@ def use_separate_reduce_groups(units: Iterable[Unit], *, enable: bool) -> None:
         elif isinstance(unit.comm, ProcessGroupComm) and group is not None:
             ranks = tuple(dist.get_process_group_ranks(group))
             own = unit.reduce_group or groups.get(ranks)
-            groups[ranks] = own or dist.new_group(
-                list(ranks),
-                use_local_synchronization=True,
-                group_desc="fsdp_reduce_scatter",
-                **keeping_order(group),
-            )
+            groups[ranks] = own or make_group(ranks, group, description="fsdp_reduce_scatter")
             unit.reduce_over(groups[ranks])
 
 

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm.outside_steps import gather_objects, run_collective
 from fullshard.errors import ShardingError, StateError
-from fullshard.peers.groups import any_device, moves
+from fullshard.peers.groups import any_device, moves, place_in_job
 from fullshard.plan.units import first_names
 from fullshard.state.host_memory import crc, host_bytes
-from fullshard.state.owners import num_ranks, owners_of
+from fullshard.state.owners import owners_of
 from fullshard.state.structure import structure_of
 
 _LABEL = "comparing buffers"
@@ -40,7 +40,7 @@ def sync_buffers(
     if policy not in ("broadcast", "check"):
         raise ShardingError(f"sync_buffers: policy is {policy!r}. Pass 'broadcast' or 'check'.")
     group = owners_of(model)
-    if num_ranks(group) == 1:
+    if place_in_job(group).size == 1:
         return []
     buffers = _buffers(model)
     own = {

@@ -9,4 +9,12 @@
     waits             reports of slow ranks; the names of those that are gone
 
 Below them: stacks (where a thread is), store (asked in calls that end in time), groups (process groups and their backends).
+
+What a rank that does not come is called, by what is known of it:
+
+    late              it has entered less than this one
+    unreached         its connection broke, and may come back
+    missing           its watchdog does not answer
+    lost              its process has ended
+    gone              it takes part in nothing any more: lost, or it has said that it leaves, ends, or raises an error for all
 """

@@ -24,13 +24,8 @@ import torch.distributed as dist
 
 from fullshard.peers.divergence import show
 from fullshard.peers.flight_record import FlightRecord
-from fullshard.peers.groups import (
-    exchange_through_group,
-    exchange_through_store,
-    is_gloo,
-    timeout_s,
-)
-from fullshard.peers.store import StoreInTime, connected_store
+from fullshard.peers.groups import exchange, timeout_s
+from fullshard.peers.store import connected_store
 from fullshard.peers.waits import WaitReporter, loss, lost_ranks, naming_lost_ranks
 from fullshard.peers.watchdog import watchdog
 
@@ -51,17 +46,19 @@ _STILL_S = 1.0  # of waiting, after which others may come to ask what this rank 
 class AgreedOrder:
     """Makes the ranks of a group agree on each entry of their flight records. Called by `FlightRecord.enter`.
 
-    store: that the ranks met in. prefix: of its keys, the same on all ranks of the group.
+    Raises an exception of any kind where the store that the ranks met in cannot serve this one.
     """
 
-    def __init__(
-        self, record: FlightRecord, group: dist.ProcessGroup, store: StoreInTime, prefix: str
-    ) -> None:
+    def __init__(self, record: FlightRecord, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)  # its flight record has this, and goes with it
-        self._ranks = record.ranks
-        self._store = store
-        self._prefix = prefix
         self._timeout_s = timeout_s(group)
+        # Others may be as late as in any collective of the group.
+        self._store = connected_store(self._timeout_s)
+        # A group of the same ranks and name may have been here before. Every rank counts for itself,
+        # and all count alike.
+        prefix = _KEY.format(record.key)
+        number = self._store.add(f"{prefix}/of rank {record.rank}", 1)
+        self._prefix = f"{prefix}/{number}"
         self._foreseen: dict[int, int] = {}  # a checksum, by what came last
         self._recent = 0
         self._last_keys: tuple[str, ...] = ()
@@ -75,24 +72,11 @@ class AgreedOrder:
         """
         order, problem = None, ""
         try:
-            # Others may be as late as in any collective of the group.
-            store = connected_store(timeout_s(group))
-            prefix = _KEY.format(record.key)
-            # A group of the same ranks and name may have been here before. Every rank counts for itself,
-            # and all count alike.
-            number = store.add(f"{prefix}/of rank {record.rank}", 1)
-            order = cls(record, group, store, f"{prefix}/{number}")
+            order = cls(record, group)
         except Exception as error:  # of any kind of store; or this rank may open no more files
             problem = f"rank {dist.get_rank()}: {error}"
         # Otherwise some would ask, and wait for others that do not.
-        try:
-            exchange = exchange_through_group if is_gloo(group) else exchange_through_store
-            problems = [each for each in exchange(problem, group) if each]
-        except RuntimeError:
-            if is_gloo(group):
-                raise
-            problems = [problem]  # of fake process groups, whose store exchanges nothing
-        if problems:
+        if problems := [each for each in exchange(problem, group) if each]:
             logger.warning("Ranks that share no memory are not compared: %s", problems[0])
             return None
         return order
@@ -107,21 +91,19 @@ class AgreedOrder:
             group = self._group()
             assert group is not None  # the caller uses it
             with naming_lost_ranks(group, what):
-                self._ask(record, group, place, checksum, what)
+                self._ask(record, place, checksum, what)
             if len(self._foreseen) >= _MOST_FORESEEN:
                 self._foreseen.clear()
             self._foreseen[self._recent] = checksum
         self._recent = (self._recent << _SHIFT ^ checksum) & _RECENT
 
-    def _ask(
-        self, record: FlightRecord, group: dist.ProcessGroup, place: int, checksum: int, what: str
-    ) -> None:
+    def _ask(self, record: FlightRecord, place: int, checksum: int, what: str) -> None:
         """Return once all ranks have asked for the same at this place."""
         self.num_asked += 1
         answer = f"{self._prefix}/{place}"
         count = f"{answer}/{checksum:08x}"
         reporter = WaitReporter(what, self._timeout_s, record)
-        others = [rank for rank in self._ranks if rank != dist.get_rank()]
+        others = [rank for rank in record.ranks if rank != dist.get_rank()]
         started = looked = time.monotonic()
         has_shown = False
 
@@ -130,14 +112,14 @@ class AgreedOrder:
             if not has_shown and time.monotonic() - started > _STILL_S:
                 has_shown = True
                 show(watchdog().board, record, place)
-            reporter.check(dict.fromkeys(others))
+            reporter.check(others)
 
         store = self._store.during(look)  # it may be out of reach itself
         pause = _FIRST_PAUSE_S
         # Asked again and again: where the store's own wait is not over in time, it prints warnings.
-        longest = max(_LONGEST_PAUSE_S, len(self._ranks) * _PAUSE_PER_RANK_S)
+        longest = max(_LONGEST_PAUSE_S, len(record.ranks) * _PAUSE_PER_RANK_S)
         with watchdog().waiting(what, (record.key,)):
-            is_last = store.add(count, 1) == len(self._ranks)
+            is_last = store.add(count, 1) == len(record.ranks)
             if is_last:
                 store.set(answer, "")
                 # All ranks are here, so none still waits for the answer before this one.
@@ -150,7 +132,7 @@ class AgreedOrder:
                 if now - started < _LATE_S or now - looked < _LOOK_EVERY_S:
                     continue
                 looked = now
-                if lost := lost_ranks(group, within_s=0.0):
+                if lost := lost_ranks(others, within_s=0.0):
                     raise loss(lost, what)
                 # Those that have ended will not come to ask, unless they have before.
                 gone = _ended(others) if now - started > _STILL_S else ()
@@ -161,8 +143,8 @@ class AgreedOrder:
 
 
 def _ended(others: Sequence[int]) -> set[int]:
-    words = {rank: watchdog().board.last_words(rank) for rank in others}
+    board = watchdog().board
     # Not one that is about to raise an error: this rank's watchdog will raise the same here, once all who
     # have to are ready to. A rank that ends breaks the calls of others.
-    gone = {rank for rank, each in words.items() if each is not None and each.has_ended}
-    return gone | watchdog().board.lost(others)
+    gone = {rank for rank, each in board.last_words(others).items() if each.has_ended}
+    return gone | board.lost(others)

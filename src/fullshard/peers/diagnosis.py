@@ -24,7 +24,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from fullshard.errors import CommError, DivergenceError, FullshardError, PeerLostError
+from fullshard.errors import CommError, PeerLostError
 from fullshard.peers.paths import (
     Event,
     by_text,
@@ -33,23 +33,9 @@ from fullshard.peers.paths import (
     said,
     without_gradients,
 )
-from fullshard.peers.status import STEADY_BEATS, RankStatus, State, Tails
+from fullshard.peers.status import STEADY_BEATS, RankStatus, State, Tails, Verdict
 
 _NAMES_SHOWN = 6  # parameters in a message
-_REMEDIES = {
-    "sizes": (
-        "It is one operation of one unit, with other sizes. Give its parameters the same shapes and "
-        "dtypes on every rank, and its gradients too: on some ranks they may be wider than the "
-        "parameters, from an autograd.Function that returns float32 for bfloat16."
-    ),
-    "frozen": "Freeze the same parameters on every rank, before the same step.",
-    "built": "Build and shard the same model on every rank, in the same order.",
-    "calls": "Let every rank make the same calls, in the same order.",
-    "paths": (
-        "Let every rank run the same units in the same order, and make the same calls. For modules "
-        "that only some ranks run: set_unused(module, 'zero', may_be_skipped=True)."
-    ),
-}
 _RESTART = "The cause is in that rank's own output; restart from the last checkpoint."
 _LEAVE_TOGETHER = "Let every rank run as many steps, and leave together; one that has run out of data has to tell the others."
 
@@ -68,7 +54,7 @@ def describe_difference(
     place: int,
     entries: Mapping[int, str],
     trails: Mapping[int, Sequence[Event]],
-    names: Names = Names((), {}),  # noqa: B008  (frozen)
+    names: Names,
 ) -> str:
     """Say which ranks entered what at a place where they differ, and where their paths parted, as far as that is known.
 
@@ -80,7 +66,7 @@ def describe_difference(
         first_difference(trails),
         *lacking,
         _in_models(names, trails),
-        _REMEDIES[_kind_of({text.partition(": ")[2] for text in entries.values()})],
+        _remedy({text.partition(": ")[2] for text in entries.values()}),
     ]
     return " ".join(filter(None, sentences))
 
@@ -118,18 +104,26 @@ def _in_models(names: Names, trails: Mapping[int, Sequence[Event]]) -> str:
     return f"Of {len(names.models)} models: {', '.join(seen)}." if seen else ""
 
 
-def _kind_of(texts: Collection[str]) -> str:
-    """Return which remedy fits entries that differ."""
+def _remedy(texts: Collection[str]) -> str:
+    """Say what to do about entries that differ."""
     if any(text.partition(" (digest ")[0].endswith((" now", " more")) for text in texts):
-        return "frozen"
+        return "Freeze the same parameters on every rank, before the same step."
     if any(text.startswith("allocating shards") for text in texts):
-        return "built"
+        return "Build and shard the same model on every rank, in the same order."
     has_sizes = all(text.endswith(" bytes)") for text in texts)  # they are not cut off
-    is_same = len({text.rpartition(" (")[0] for text in texts}) == 1
-    if is_same and has_sizes:
-        return "sizes"
+    if has_sizes and len({text.rpartition(" (")[0] for text in texts}) == 1:
+        return (
+            "It is one operation of one unit, with other sizes. Give its parameters the same shapes and "
+            "dtypes on every rank, and its gradients too: on some ranks they may be wider than the "
+            "parameters, from an autograd.Function that returns float32 for bfloat16."
+        )
     # Of units that only some ranks run, reductions meet other reductions, or the end of the pass.
-    return "paths" if any(": reduce-scatter" in text for text in texts) else "calls"
+    if any(": reduce-scatter" in text for text in texts):
+        return (
+            "Let every rank run the same units in the same order, and make the same calls. For modules "
+            "that only some ranks run: set_unused(module, 'zero', may_be_skipped=True)."
+        )
+    return "Let every rank make the same calls, in the same order."
 
 
 def first_mismatch(tails: Mapping[int, Tails]) -> tuple[str, int, Mapping[int, str]] | None:
@@ -151,18 +145,6 @@ def first_mismatch(tails: Mapping[int, Tails]) -> tuple[str, int, Mapping[int, s
 # Ranks that stand still
 
 
-class Verdict(NamedTuple):
-    """An error that this rank has to raise.
-
-    about: the flight record and place at which ranks differ; empty if that is not what it says. ranks: that will
-    find a verdict too.
-    """
-
-    error: FullshardError
-    about: str = ""
-    ranks: Collection[int] = ()
-
-
 def judge(own: RankStatus, statuses: Mapping[int, RankStatus], world_size: int) -> Verdict | None:
     """Return the verdict for this rank if it can never go on. statuses: of all ranks that have posted one, and ``own``."""
     # The collectives on its device will never end, though it may not wait for them yet.
@@ -171,16 +153,12 @@ def judge(own: RankStatus, statuses: Mapping[int, RankStatus], world_size: int) 
     if own.rank not in stuck:
         return None
     others = [each for rank, each in sorted(statuses.items()) if rank != own.rank]
-    if final := [final_error(each) for each in others if each.is_final]:
-        return Verdict(final[0], ranks=stuck)
+    for each in others:
+        if each.verdict is not None:
+            return Verdict(each.verdict.text, each.verdict.is_loss, ranks=stuck)
     text = describe_stuck(statuses, stuck, world_size, ended)
     has_failed = any(each.state is State.ENDED and each.error for each in others)
-    return Verdict(PeerLostError(text) if has_failed else DivergenceError(text), ranks=stuck)
-
-
-def final_error(status: RankStatus) -> FullshardError:
-    """Return the error that ranks which wait for this one are to raise."""
-    return PeerLostError(status.error) if status.is_loss else DivergenceError(status.error)
+    return Verdict(text, is_loss=has_failed, ranks=stuck)
 
 
 def waits_for(
@@ -285,7 +263,7 @@ def describe_stuck(
         involved |= waits_for(statuses[rank], statuses, world_size) or set()
     gone = {rank for rank in involved if statuses[rank].has_gone}
     seen = said({rank: str(statuses[rank]) for rank in involved})
-    if any(statuses[rank].error for rank in gone):
+    if any(statuses[rank].error or statuses[rank].verdict for rank in gone):
         return f"Ranks wait for {name_ranks(gone)}, which will not come: {seen}. {_RESTART}"
     if gone:
         return f"Ranks do not end together: {seen}. {_LEAVE_TOGETHER}"
@@ -298,17 +276,15 @@ def describe_stuck(
 # Ranks that are lost
 
 
-def loss(
-    words: Mapping[int, RankStatus | None], entered: Mapping[int, str], label: str
-) -> FullshardError:
-    """Return the error for ranks that are gone while this one waits for them.
+def loss(words: Mapping[int, RankStatus | None], entered: Mapping[int, str], label: str) -> Verdict:
+    """Return the verdict on ranks that are gone while this one waits for them.
 
     words: the last of each, None if it has said nothing. entered: the last that each entered; empty if that is unknown.
-    label: what this rank waits in, and when. A DivergenceError if they ended in order, or because of one; else a PeerLostError.
+    label: what this rank waits in, and when. No loss if they ended in order, or because of something else than one.
     """
     for status in words.values():
-        if status is not None and status.is_final:
-            return final_error(status)
+        if status is not None and status.verdict is not None:
+            return Verdict(status.verdict.text, status.verdict.is_loss)
     texts = []
     for rank, status in sorted(words.items()):
         ended = "died or left without a word" if status is None else str(status)
@@ -316,8 +292,8 @@ def loss(
         texts.append(f"rank {rank} {ended}{last}")
     what = f"{'. '.join(texts)}. Others wait for {name_ranks(words)} in {label}"
     if all(status is not None and not status.error for status in words.values()):
-        return DivergenceError(f"Ranks do not end together: {what}. {_LEAVE_TOGETHER}")
-    return PeerLostError(f"{what}. {_RESTART}")
+        return Verdict(f"Ranks do not end together: {what}. {_LEAVE_TOGETHER}")
+    return Verdict(f"{what}. {_RESTART}", is_loss=True)
 
 
 def out_of_reach(label: str, own_rank: int, words: str, *, has_store: bool) -> CommError:

@@ -9,11 +9,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from fullshard.errors import DivergenceError
-from fullshard.peers.diagnosis import Verdict, describe_difference, describe_lines, first_mismatch
+from fullshard.peers.diagnosis import describe_difference, describe_lines, first_mismatch
 from fullshard.peers.flight_record import FlightRecord, flight_records
 from fullshard.peers.paths import Event
-from fullshard.peers.status import RankStatus
+from fullshard.peers.status import RankStatus, Verdict
 from fullshard.peers.status_board import StatusBoard
 
 _GATHER_S = 0.5  # for ranks to come to a place at which two differ
@@ -32,7 +31,8 @@ def settle(board: StatusBoard, rank: int, record: FlightRecord, place: int) -> V
 
     def told_by(other: int) -> str:
         status = board.read([other]).get(other)
-        return status.error if status is not None and status.about == about else ""
+        verdict = None if status is None else status.verdict
+        return verdict.text if verdict is not None and verdict.about == about else ""
 
     # The others come here as well, or are far. Nothing more moves until then.
     _wait_until(lambda: len(record.entries_at(place)) == len(record.ranks), _GATHER_S)
@@ -43,7 +43,7 @@ def settle(board: StatusBoard, rank: int, record: FlightRecord, place: int) -> V
     text = next((told for other in entries if (told := told_by(other))), "")
     text = text or _explained(board, record, place, entries, record.trails)
     record.settled_at = place
-    return Verdict(DivergenceError(text), about)
+    return Verdict(text, about=about)
 
 
 def find(board: StatusBoard, rank: int, statuses: Mapping[int, RankStatus]) -> Verdict | None:
@@ -53,12 +53,12 @@ def find(board: StatusBoard, rank: int, statuses: Mapping[int, RankStatus]) -> V
     """
     apart = {each.key: each for each in flight_records() if not each.is_shared}
     # What another rank has found. It may be far ahead, and show no more what it entered there.
-    for status in statuses.values():
-        key, _, at = status.about.rpartition("/")
-        record = apart.get(key) if status.is_final else None
+    for verdict in [each.verdict for each in statuses.values() if each.verdict is not None]:
+        key, _, at = verdict.about.rpartition("/")
+        record = apart.get(key)
         if record is not None and record.settled_at < int(at) <= record.place:
             record.settled_at = int(at)
-            return Verdict(DivergenceError(status.error), status.about)
+            return verdict
     tails = {
         other: {
             key: [entry for entry in tail if entry[0] > apart[key].settled_at]
@@ -86,7 +86,7 @@ def find(board: StatusBoard, rank: int, statuses: Mapping[int, RankStatus]) -> V
         show(board, record, place)
     text = _explained(board, record, place, entries, trails)
     record.settled_at = place
-    return Verdict(DivergenceError(text), _about(record, place), entries)
+    return Verdict(text, about=_about(record, place), ranks=tuple(entries))
 
 
 def show(board: StatusBoard, record: FlightRecord, place: int) -> None:

@@ -1,4 +1,4 @@
-"""Process groups: which backends they have, one of fullshard's own beside the program's, values exchanged while they connect.
+"""Process groups: a rank's place in one, its backends, values exchanged while ranks connect, and groups of fullshard's own.
 
 ``get_backend`` returns what somebody typed, for all devices together. For Gloo on the CPU that may
 be "gloo", "cpu:gloo", a part of "cpu:gloo,cuda:nccl", or "undefined" after a bare
@@ -25,13 +25,14 @@ import pickle
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fullshard.errors import CommError
 from fullshard.host import files_left
+from fullshard.peers.flight_record import group_key
 from fullshard.peers.store import store_in_time
 from fullshard.process_hooks import at_exit, naming_groups
 from fullshard.torch_private import default_group
@@ -40,6 +41,26 @@ _LET_GO_S = 0.02
 _NAMELESS = ("custom", "undefined")  # names that C++ gives to classes that it does not know
 _SPARE_FILES = 16
 _ANSWER_S = 60.0  # of the store
+
+
+# Places
+
+
+class GroupPlace(NamedTuple):
+    """This rank's number in a group, and how many ranks the group has."""
+
+    rank: int
+    size: int
+
+
+def place_in(group: dist.ProcessGroup | None) -> GroupPlace:
+    """Return this rank's place in a group. None is this rank alone."""
+    return GroupPlace(0, 1) if group is None else GroupPlace(group.rank(), group.size())
+
+
+def place_in_job(group: dist.ProcessGroup | None = None) -> GroupPlace:
+    """Return this rank's place in a group. None is all ranks of the job, or this one without a process group."""
+    return place_in(None if not dist.is_initialized() else group or default_group())
 
 
 # Backends
@@ -53,7 +74,9 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     try:
         backend: Any = group._get_backend(torch.device(device.type))
     except RuntimeError as error:
-        known = ", ".join(f"{each.type}: {_name(group, each)}" for each in group._device_types)
+        known = ", ".join(
+            f"{each.type}: {backend_name(group, each)}" for each in group._device_types
+        )
         raise CommError(
             f"rank {dist.get_rank()}: the process group of ranks "
             f"{dist.get_process_group_ranks(group)} has no backend for {device.type} (it has "
@@ -72,7 +95,7 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """
     kind: type = type(group)
     if kind is dist.ProcessGroup:
-        return _name(group, device)
+        return str(backend_of(group, device).name())
     name = group.name() if issubclass(kind, dist.ProcessGroup) else _NAMELESS[0]
     return kind.__name__ if name in _NAMELESS else name
 
@@ -128,16 +151,20 @@ def let_go_at_exit() -> None:
     at_exit(time.sleep, _LET_GO_S, why="Gloo's threads let go of what they have sent")
 
 
-def _name(group: dist.ProcessGroup, device: torch.device) -> str:
-    return str(backend_of(group, device).name())
+# Values exchanged while ranks connect
 
 
-# Values exchanged while ranks connect: the store serves every backend, also where collectives fail (NCCL refuses ranks that
-# share a GPU)
+def exchange(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return every rank's value, in rank order. Every rank of the group must call it.
 
-
-def exchange_through_store(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return every rank's value, in rank order. Every rank of the group must call it."""
+    Through Gloo if the group has it, whose collectives fail where a rank is gone; else through the store, which serves every
+    backend, also where collectives fail (NCCL refuses ranks that share a GPU).
+    """
+    if "gloo" in backend_names(group):
+        let_go_at_exit()
+        values: list[Any] = [None] * group.size()
+        dist.all_gather_object(values, value, group=group)
+        return values
     store = store_in_time(timeout_s(group))
     name = group.group_name
     _rounds[name] += 1
@@ -151,13 +178,6 @@ def exchange_through_store(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return [pickle.loads(data) for data in store.multi_get(keys)]
 
 
-def exchange_through_group(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return every rank's value, in rank order. Every rank of the group must call it."""
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 # Groups of our own
 
 
@@ -168,7 +188,7 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
 
 def mark_own(group: dist.ProcessGroup) -> None:
     """Note that a group is fullshard's already. Every rank must call it."""
-    _marked.add(group)
+    _own[group] = None
 
 
 def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -177,49 +197,50 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     The group itself if it is not Gloo's alone (NCCL's communicators cost memory on the device, and
     others are not known), or if a rank may open too few files for the connections of another one.
     """
-    if not is_gloo(group) or group in _marked:
+    if not is_gloo(group):
         return group
-    if group in _own:
-        return _own[group]
-    # Asked first: if one rank failed to connect, the others would wait for it. With a number of its own
-    # a name is never used again, also after groups were destroyed: the store keeps what it was told.
-    told = exchange_through_group((_can_connect(group.size()), _numbers[-1]), group)
-    number = max(number for _, number in told) + 1
-    _numbers[:] = [number]
-    made = None
-    if all(able for able, _ in told):
-        name, ranks = f"{number} of {group.group_name}", dist.get_process_group_ranks(group)
-        made = _named_group(name, ranks, group, backend="gloo", **keeping_order(group))
-    mark_own(made or group)
-    if made is not None:
+    if group not in _own:
+        made = None
+        # Asked first: if one rank failed to connect, the others would wait for it.
+        if all(exchange(_can_connect(group.size()), group)):
+            made = make_group(dist.get_process_group_ranks(group), group, backend="gloo")
         _own[group] = made
-    return made or group
+    return _own[group] or group
 
 
-def _named_group(
-    name: str, ranks: Sequence[int], like: dist.ProcessGroup, **options: Any
+def make_group(
+    ranks: Sequence[int],
+    like: dist.ProcessGroup,
+    *,
+    backend: str | None = None,
+    description: str = "fullshard",
 ) -> dist.ProcessGroup | None:
-    """Return a new group that waits as long as another; None if it cannot be made without ranks outside of it."""
-    with naming_groups(f"fullshard {name}") as can_name:
+    """Return a new group of fullshard's that waits as long as another. Collective among its ranks.
+
+    ranks: of the job, in the order of their places. backend: that of the job if None. description: for torch's logs.
+    None if it cannot be made without ranks outside of it.
+    """
+    key = group_key(f"{description} {like.group_name}", ranks)
+    # With a number of its own a name is never used again, also after groups were destroyed: the store keeps what it
+    # was told.
+    _times_made[key] += 1
+    # Groups are of sorted ranks, but for those that are asked for as they are; torch before 2.13 knows no others, and
+    # no option.
+    options: dict[str, Any] = {} if [*ranks] == sorted(ranks) else {"sort_ranks": False}
+    with naming_groups(f"{key}, {_times_made[key]}") as can_name:
         if not can_name:
             return None
-        return dist.new_group(
+        made = dist.new_group(
             [*ranks],
             timeout=datetime.timedelta(seconds=timeout_s(like)),
+            backend=backend,
             use_local_synchronization=True,  # ranks outside the group do not come here
-            group_desc="fullshard",
+            group_desc=description,
             **options,
         )
-
-
-def keeping_order(group: dist.ProcessGroup) -> dict[str, Any]:
-    """Return the options with which ``new_group`` gives ranks the places that they have in a group.
-
-    Groups are of sorted ranks, but for those that were asked for as they are; older torches know no
-    others (``sort_ranks``, since 2.13), and no option.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    return {} if ranks == sorted(ranks) else {"sort_ranks": False}
+    assert isinstance(made, dist.ProcessGroup)
+    mark_own(made)
+    return made
 
 
 def group_over(ranks: Sequence[int]) -> dist.ProcessGroup | None:
@@ -231,12 +252,9 @@ def group_over(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     groups = _over.setdefault(world, {})
     key = tuple(ranks)
     if key not in groups:
-        _times_made[key] += 1
-        made = _named_group(f"{_times_made[key]} over {key}", ranks, world)
+        made = make_group(ranks, world)
         if made is None:
             return None
-        if is_gloo(made):
-            mark_own(made)
         groups[key] = made
     return groups[key]
 
@@ -252,17 +270,14 @@ def _can_connect(size: int) -> bool:
     return left is not None and left >= 2 * size + _SPARE_FILES
 
 
-_numbers = [0]  # of the last group that was made
-# Never by itself: a value keeps its key, and a group that is destroyed would keep its connections and threads.
-_own: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]"
+# By the program's, fullshard's beside it. None for one that has none: not itself, since a value keeps its key, and a group
+# that is destroyed would keep its connections and threads.
+_own: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None]"
 _own = weakref.WeakKeyDictionary()
-_marked: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()  # with no other one beside them
-
-# Those of some ranks, by the job's group and the ranks; and how often one of these ranks was made.
+# Those of some ranks, by the job's group and the ranks.
 _over: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]"
 _over = weakref.WeakKeyDictionary()
-_times_made: "collections.Counter[tuple[int, ...]]" = collections.Counter()
-
-# Exchanges so far, by name of the group: each has keys of its own. Ranks count alike, since every
-# exchange is a call of all of them.
+# Groups made and values exchanged so far, by name: each has keys of its own in the store. Ranks count alike, since both are
+# calls of all of them.
+_times_made: "collections.Counter[str]" = collections.Counter()
 _rounds: "collections.Counter[str]" = collections.Counter()

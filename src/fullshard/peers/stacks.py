@@ -124,16 +124,16 @@ def stack_of(frame: types.FrameType | None) -> tuple[str, ...]:
 
 def counts_of_groups() -> dict[str, GroupCounts]:
     """Return how far this rank is in each of its groups, by keys that its members share."""
-    places = {record.key: record for record in flight_records()}
-    found = {key: GroupCounts(len(each.ranks), 0, each.place) for key, each in places.items()}
+    found = {
+        record.key: GroupCounts(len(record.ranks), 0, record.place) for record in flight_records()
+    }
     group: Any
     for group in list(distributed_world.pg_map):
-        ranks = dist.get_process_group_ranks(group)
         with contextlib.suppress(RuntimeError, AttributeError):  # of backends that do not count
             issued = int(group._get_sequence_number_for_group())
             key = key_of(group)
-            place = places[key].place if key in places else 0
-            found[key] = GroupCounts(len(ranks), issued, place)
+            place = found[key].place if key in found else 0
+            found[key] = GroupCounts(group.size(), issued, place)
     return found
 
 

@@ -3,7 +3,10 @@
 import dataclasses
 import enum
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from fullshard.errors import DivergenceError, FullshardError, PeerLostError
 
 # Statuses that a rank has to post unchanged before it counts as blocked; two a second.
 STEADY_BEATS = 3
@@ -36,6 +39,25 @@ class GroupCounts:
     place: int
 
 
+class Verdict(NamedTuple):
+    """What a rank has to raise, and every rank that waits for it.
+
+    is_loss: whether that is about a rank that is lost, not about paths that differ.
+    about: the flight record and place at which ranks differ; empty if that is not what it says.
+    ranks: that will find a verdict too.
+    """
+
+    text: str
+    is_loss: bool = False
+    about: str = ""
+    ranks: Collection[int] = ()
+
+    @property
+    def error(self) -> FullshardError:
+        """A new error that says so: PeerLostError for a loss, else DivergenceError."""
+        return PeerLostError(self.text) if self.is_loss else DivergenceError(self.text)
+
+
 @dataclasses.dataclass(frozen=True)
 class RankStatus:
     """What a rank that stands still says of itself.
@@ -52,10 +74,8 @@ class RankStatus:
     meets_all: whether it waits for every rank of the job, which no counter shows.
     on_device: keys of the groups whose collectives run on a device, for which it may wait while it runs.
     has_left: whether it destroyed its process groups before it ended, so that ``groups`` are of before.
-    error: the exception that ended it, or that it is about to raise; empty if there is none.
-    is_final: whether ``error`` is to be raised by all ranks that wait for this one. is_loss: as an error
-        about a rank that is lost, not about paths that differ.
-    about: the flight record and place at which ranks differ, if ``error`` says so.
+    error: the exception that ended it; empty if there is none.
+    verdict: what it is about to raise, or has raised; None if that is nothing that others have to raise.
     unreached: ranks of other hosts that do not answer this one, though they may live.
     stack: of the thread that stands still, innermost call last.
     """
@@ -76,9 +96,7 @@ class RankStatus:
     on_device: tuple[str, ...] = ()
     has_left: bool = False
     error: str = ""
-    is_final: bool = False
-    is_loss: bool = False
-    about: str = ""
+    verdict: Verdict | None = None
     unreached: tuple[int, ...] = ()
     stack: tuple[str, ...] = ()
 
@@ -97,7 +115,7 @@ class RankStatus:
 
     @property
     def has_gone(self) -> bool:
-        return self.has_ended or self.is_final  # it will take part in nothing any more
+        return self.has_ended or self.verdict is not None  # it will take part in nothing any more
 
     def __str__(self) -> str:
         moment = f" ({self.moment})" if self.moment else ""
@@ -118,6 +136,10 @@ class RankStatus:
             if stack := status.stack:
                 status = dataclasses.replace(status, stack=stack[len(stack) // 2 + 1 :])
             else:
-                short = status.error[: len(status.error) // 2]
-                status = dataclasses.replace(status, error=short, groups={}, tails={})
+                error, verdict = status.error, status.verdict
+                if verdict is not None:
+                    verdict = verdict._replace(text=verdict.text[: len(verdict.text) // 2])
+                status = dataclasses.replace(
+                    status, error=error[: len(error) // 2], verdict=verdict, groups={}, tails={}
+                )
         return data

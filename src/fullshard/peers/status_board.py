@@ -17,18 +17,19 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import fullshard.host as host  # noqa: PLR0402  (`from fullshard` would ask for a public name)
 from fullshard.errors import CommError
 from fullshard.peers.connections import Connections
 from fullshard.peers.status import RankStatus
 from fullshard.peers.store import StoreInTime, connected_store, store_in_time
 
+PROCESS_KEY = "fullshard/process/{}"  # in the store, by rank: its host and process
 NBYTES = 8192  # of a rank's slot
 _HEAD_NBYTES = 8  # length and checksum of what follows
 _FEW_RANKS = 16
-_ANSWER_S = 5.0  # of the store
 _FIND_S = 1.0  # for a rank to have said where it can be reached
 _ROLL_EVERY_S = 1.0  # at which a rank that has others on other hosts looks whether it is asked for
 _ROLL_CALL_S = 2.5  # for ranks to say that they are there, after a connection broke
@@ -81,16 +82,17 @@ class StatusBoard:
         self._store: StoreInTime | None = None
         self._is_store_gone = False
         with contextlib.suppress(Exception):
-            self._store = connected_store(_ANSWER_S)
+            self._store = connected_store()
         # Of a store that an earlier default group has used, ranks must not read what they said then.
         # All ranks count alike.
         self._epoch = 0
         with contextlib.suppress(Exception):
-            self._epoch = int(store_in_time(_ANSWER_S).add(f"fullshard/epochs/{rank}", 1))
+            self._epoch = int(store_in_time().add(f"fullshard/epochs/{rank}", 1))
         self.has_other_hosts = False  # whether some rank met here shares no memory with this one
         self.connections = Connections(
             rank, lambda other: self.shown("door", [other], _FIND_S)[other]
         )
+        self._processes: dict[int, int | None] = {}  # by rank; None of those of other hosts
         self._untold: set[int] = set()  # ranks of which all are to know that they have ended
         self._answered = 0  # the last roll call that this rank has answered
         self._answered_at = 0.0
@@ -113,7 +115,7 @@ class StatusBoard:
         self._untold |= self.connections.ended()
         for rank in list(self._untold):
             with contextlib.suppress(Exception):  # of the store, which is told later
-                if self.last_words(rank) is None:
+                if not self.last_words([rank]):
                     self._asked().set(self._key("lost", rank), "")
                     self._asked().set(self._key("lost"), "")
                 self._untold.discard(rank)
@@ -153,10 +155,9 @@ class StatusBoard:
                 found |= self._read_store(missing)
         return dict(sorted(found.items()))
 
-    def last_words(self, rank: int) -> RankStatus | None:
-        """Return what a rank that has left or ended has said last; None if it has said nothing."""
-        status = self.read([rank]).get(rank)
-        return status if status is not None and status.has_gone else None
+    def last_words(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
+        """Return what those of these ranks have said last that will take part in nothing any more."""
+        return {rank: status for rank, status in self.read(ranks).items() if status.has_gone}
 
     # What the system says of ranks, and they of each other
 
@@ -164,6 +165,24 @@ class StatusBoard:
     def needs_store(self) -> bool:
         # Where some rank shares no memory with this one.
         return len({rank for slots in _slots for rank in slots.ranks}) < self._world_size
+
+    def note_processes(self, pids: Mapping[int, int]) -> None:
+        """Note which processes ranks of this host are, as they have told each other."""
+        self._processes |= pids
+
+    def processes(self, ranks: Iterable[int]) -> dict[int, int]:
+        """Return the processes of those of these ranks that are on this host, as noted or announced (see `waits`)."""
+        asked = list(ranks)
+        with contextlib.suppress(Exception):  # the store may have died with its rank
+            # The program's own connection if there is no other.
+            store = store_in_time() if self._store is None else self._store
+            for rank in asked:
+                # Asked once: many ranks may look often, while they wait in the store for one.
+                if rank not in self._processes and (key := PROCESS_KEY.format(rank)) in store:
+                    where, _, pid = store.get(key).decode().rpartition(" ")
+                    # Elsewhere the pid may be another process.
+                    self._processes[rank] = int(pid) if where == host.identity() else None
+        return {rank: pid for rank in asked if (pid := self._processes.get(rank)) is not None}
 
     @property
     def unreached(self) -> frozenset[int]:
@@ -243,10 +262,8 @@ class StatusBoard:
 
     def _answer_roll(self) -> None:
         """Say that this rank is there, to all who have asked since the last time."""
-        if self._store is None or self._is_store_gone:
-            return
         try:
-            asked = int(self._store.add(self._key("roll"), 0))
+            asked = int(self._asked().add(self._key("roll"), 0))
         except CommError:  # no answer now, as while a link is down
             return
         except Exception:

@@ -13,10 +13,11 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard.errors import CommError
-from fullshard.host import files_left, is_listening
+from fullshard.host import files_left
 from fullshard.process_hooks import start_thread
 from fullshard.torch_private import default_store
 
+_ANSWER_S = 5.0  # for an answer that only serves messages
 _CONNECT_S = 10.0  # for a store that is there to let this process in
 _LOOK_EVERY_S = 0.5  # at what the caller does meanwhile
 
@@ -80,22 +81,12 @@ def tcp_store() -> dist.TCPStore | None:
     return store if isinstance(store, dist.TCPStore) else None
 
 
-def files_for_store() -> int:
-    """Return how many files this process needs to open for a connection of each rank to the store that they met in.
-
-    One of its own, and the other ends of all where the store is in this process. Raises OSError where none can be opened.
-    """
-    if (store := tcp_store()) is None:
-        return 0
-    return 1 + (dist.get_world_size() if is_listening(store.port) else 0)
-
-
-def store_in_time(limit_s: float) -> StoreInTime:
+def store_in_time(limit_s: float = _ANSWER_S) -> StoreInTime:
     """Return the program's own connection to the store that ranks met in."""
     return StoreInTime(default_store(), limit_s)
 
 
-def connected_store(limit_s: float) -> StoreInTime:
+def connected_store(limit_s: float = _ANSWER_S) -> StoreInTime:
     """Return a new connection to the store that ranks met in: the program's may be waiting in a call.
 
     Raises CommError where none can be had: torch would try again for as long as ranks may take to meet.

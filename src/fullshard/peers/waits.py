@@ -3,9 +3,8 @@
 Who has said something of itself (see `watchdog`) is quoted. Of a rank that is silent though its process lives, the system tells
 a little: whether it is stopped, and its stack if py-spy is installed.
 
-The error of a collective says that a connection broke, but not whose. So each rank announces its
-process in the store that the ranks met in, and after an error a rank looks which of the processes
-on its host are gone.
+The error of a collective says that a connection broke, but not whose. So after an error a rank looks which of the processes on
+its host are gone, and asks those of other hosts.
 
 Gloo pairs collectives by their order alone, so ranks on different paths could wait for ever or exchange the wrong bytes. While a
 rank waits for it, it compares flight records, and asks its watchdog.
@@ -18,7 +17,7 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -42,6 +41,7 @@ from fullshard.peers.flight_record import (
 from fullshard.peers.paths import name_ranks
 from fullshard.peers.stacks import look_at_process
 from fullshard.peers.status import RankStatus
+from fullshard.peers.status_board import PROCESS_KEY
 from fullshard.peers.store import store_in_time
 from fullshard.peers.watchdog import watchdog
 from fullshard.torch_private import default_group
@@ -56,8 +56,6 @@ _FRAMES_SHOWN = 12
 _COMPARE_EVERY = datetime.timedelta(seconds=0.5)
 # How long to look for a process that is gone: a dying one closes its connections before it ends.
 _GRACE_S = 1.0
-_ANSWER_S = 5.0  # of the store
-_PROCESS = "fullshard/process/{}"
 _CAME = "fullshard/came/{}/{}"  # by the group and the rank: to how many calls
 # In errors that may mean that a rank is gone. Gloo raises plain RuntimeErrors, so their words are all there is to go by.
 _OF_CONNECTIONS = "connection|closed by peer|timed out|timeout|socket|remote process"
@@ -79,13 +77,13 @@ class WaitReporter:
         self._record = record
         self._started = time.perf_counter()
         self._next_report_s = _SLOW_S
-        self._unreached: set[int] = set()  # that have been reported
+        self._unreached: frozenset[int] = frozenset()  # that have been reported
 
-    def check(self, late: Mapping[int, int | None]) -> None:
-        """Report ranks that are late, now and then; to be called often.
+    def check(self, late: Collection[int]) -> None:
+        """Report ranks that are late, by their global numbers, now and then; to be called often.
 
-        late: by global rank, its process on this host; None if that is unknown. Raises DivergenceError if a rank has
-        taken another path, what the watchdog has found, and the error of `end` if it took too long.
+        Raises DivergenceError if a rank has taken another path, what the watchdog has found, and the error of `end` if it
+        took too long.
         """
         if self._record is not None:
             self._record.compare()
@@ -93,16 +91,16 @@ class WaitReporter:
         waited = time.perf_counter() - self._started
         if waited > self._timeout_s:
             raise self.end(late)
-        unreached = late.keys() & watchdog().board.unreached
+        unreached = watchdog().board.unreached.intersection(late)
         if waited > self._next_report_s or unreached - self._unreached:
             self._next_report_s *= _LONGER
             self._unreached = unreached
             logger.warning("%s", self._describe(late))
 
-    def end(self, late: Mapping[int, int | None]) -> CommError:
+    def end(self, late: Collection[int]) -> CommError:
         """Return the error for ranks that did not come in time: lost if one does not answer at all."""
         text = f"{self._describe(late)}\nGiving up, as the process group's timeout is over. "
-        if late.keys() & watchdog().board.unreached:
+        if watchdog().board.unreached.intersection(late):
             return PeerLostError(
                 f"{text}Look at that rank's host and the network; restart from the last checkpoint."
             )
@@ -110,7 +108,7 @@ class WaitReporter:
             f"{text}If that rank is only slow, allow more: init_process_group(timeout=...)."
         )
 
-    def _describe(self, late: Mapping[int, int | None]) -> str:
+    def _describe(self, late: Collection[int]) -> str:
         waited = time.perf_counter() - self._started
         head = f"rank {dist.get_rank()} has waited {waited:.0f} s in {self._label}"
         if not late:
@@ -119,9 +117,10 @@ class WaitReporter:
         # Of ranks that this one is not connected to, others may know.
         statuses = board.read(range(dist.get_world_size()))
         said = {rank: by for by, each in statuses.items() for rank in each.unreached}
-        are_alive = all(late.values()) and not late.keys() & (said.keys() | board.unreached)
+        pids = board.processes(late)
+        are_alive = pids.keys() >= {*late} and pids.keys().isdisjoint(said.keys() | board.unreached)
         parts = [f"{head} for {name_ranks(late)}, {'alive but ' * are_alive}not here yet."]
-        for rank, pid in sorted(late.items()):
+        for rank in sorted(late):
             if rank in board.unreached:
                 parts.append(
                     f"rank {rank} is out of reach: its host does not answer. If the link comes back, all goes on."
@@ -131,7 +130,7 @@ class WaitReporter:
                     f"rank {rank} is out of reach for rank {said[rank]}: its host does not answer."
                 )
             else:
-                parts.append(what_it_does(rank, pid, statuses.get(rank)))
+                parts.append(what_it_does(rank, pids.get(rank), statuses.get(rank)))
         return "\n".join(parts)
 
 
@@ -197,17 +196,14 @@ def _ends_soon(work: Any) -> bool:
     return True
 
 
-def _late(record: FlightRecord | None, moving: dist.ProcessGroup | None) -> dict[int, int | None]:
-    """Return the ranks that have entered less than this one, or all others if that is unknown.
-
-    Each with its process on this host, if that is known.
-    """
+def _late(record: FlightRecord | None, moving: dist.ProcessGroup | None) -> list[int]:
+    """Return the global ranks that have entered less than this one, or all others if that is unknown."""
     if record is None or not record.is_shared:
         ranks = dist.get_process_group_ranks(moving) if record is None else record.ranks
-        return dict.fromkeys(rank for rank in ranks if rank != dist.get_rank())
-    last = {part: record.last_of(part) for part in range(len(record.ranks)) if part != record.rank}
-    late = [p for p, entry in last.items() if entry is None or entry.place < record.place]
-    return {record.ranks[part]: record.pids.get(record.ranks[part]) for part in late}
+        return [rank for rank in ranks if rank != dist.get_rank()]
+    parts = [part for part in range(len(record.ranks)) if part != record.rank]
+    last = {record.ranks[part]: record.last_of(part) for part in parts}
+    return [rank for rank, entry in last.items() if entry is None or entry.place < record.place]
 
 
 # Ranks that are gone
@@ -216,9 +212,6 @@ def _late(record: FlightRecord | None, moving: dist.ProcessGroup | None) -> dict
 # Default groups that this process was announced in. Once per group serves all units; once per unit
 # would be hundreds of writes per rank to one store.
 _announced: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
-# What ranks have announced in a default group, by their number; None of those of other hosts.
-_processes: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, int | None]]"
-_processes = weakref.WeakKeyDictionary()
 
 
 def announce() -> None:
@@ -227,21 +220,21 @@ def announce() -> None:
     with contextlib.suppress(Exception):
         world = default_group()
         if world not in _announced:
-            process = f"{host.identity()} {os.getpid()}"
-            store_in_time(_ANSWER_S).set(_PROCESS.format(dist.get_rank()), process)
+            key = PROCESS_KEY.format(dist.get_rank())
+            store_in_time().set(key, f"{host.identity()} {os.getpid()}")
             _announced.add(world)
 
 
 def leave_word(group: dist.ProcessGroup, number: int) -> None:
     """Leave word in the store that this rank has come to call ``number`` of those that a group counts."""
     with contextlib.suppress(Exception):  # as above
-        store_in_time(_ANSWER_S).set(_CAME.format(group.group_name, group.rank()), str(number))
+        store_in_time().set(_CAME.format(group.group_name, group.rank()), str(number))
 
 
 def absent_ranks(group: dist.ProcessGroup, number: int) -> list[int]:
     """Return the ranks of a group that have not come to a call; none if the store does not tell."""
     with contextlib.suppress(Exception):
-        store = store_in_time(_ANSWER_S)
+        store = store_in_time()
         keys = {rank: _CAME.format(group.group_name, rank) for rank in range(group.size())}
         came = {rank: int(store.get(key)) for rank, key in keys.items() if key in store}
         return [rank for rank in keys if came.get(rank, -1) < number]
@@ -274,7 +267,7 @@ def name_lost_ranks(error: RuntimeError, group: dist.ProcessGroup, label: str) -
         record.compare()
     board = watchdog().board
     others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
-    gone = lost_ranks(group) or [rank for rank in others if board.last_words(rank) is not None]
+    gone = lost_ranks(others) or board.last_words(others)
     # On other hosts: those whose connection broke too are there to say so, the lost one is not.
     missing = set() if gone else board.missing(others)
     if gone or missing:
@@ -289,29 +282,21 @@ def loss(ranks: Iterable[int], label: str) -> FullshardError:
 
     Ranks that wait for this one learn whom it has lost, instead of losing it.
     """
-    words = {rank: watchdog().board.last_words(rank) for rank in sorted(ranks)}
-    error = diagnosis.loss(words, {rank: last_entry_of(rank) for rank in words}, _now(label))
-    watchdog().tell(error)
-    return error
+    lost = sorted(ranks)
+    words = watchdog().board.last_words(lost)
+    entered = {rank: last_entry_of(rank) for rank in lost}
+    verdict = diagnosis.loss({rank: words.get(rank) for rank in lost}, entered, _now(label))
+    watchdog().tell(verdict)
+    return verdict.error
 
 
 def _now(label: str) -> str:
     return f"{label} ({moment})" if (moment := latest_moment()) else label
 
 
-def lost_ranks(group: dist.ProcessGroup, within_s: float = _GRACE_S) -> list[int]:
-    """Return the group's ranks on this host whose processes are gone, waiting so long for one."""
-    known = _processes.setdefault(default_group(), {})
-    ranks = dist.get_process_group_ranks(group)
-    with contextlib.suppress(Exception):  # the store may have died with its rank
-        store = store_in_time(_ANSWER_S)
-        for rank in ranks:
-            # Asked once: many ranks may look often, while they wait in the store for one.
-            if rank not in known and (key := _PROCESS.format(rank)) in store:
-                where, _, pid = store.get(key).decode().rpartition(" ")
-                # Elsewhere the pid may be another process.
-                known[rank] = int(pid) if where == host.identity() else None
-    processes = {rank: pid for rank in ranks if (pid := known.get(rank)) is not None}
+def lost_ranks(ranks: Collection[int], within_s: float = _GRACE_S) -> list[int]:
+    """Return those of other ranks on this host whose processes have ended, waiting so long for one."""
+    processes = watchdog().board.processes(ranks)
     deadline = time.monotonic() + within_s
     while True:
         lost = [rank for rank, pid in processes.items() if not host.is_running(pid)]

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from fullshard.errors import DivergenceError, FullshardError, PeerLostError
 from fullshard.host import is_running
 from fullshard.peers import divergence
-from fullshard.peers.diagnosis import Verdict, describe_still, final_error, judge
+from fullshard.peers.diagnosis import describe_still, judge
 from fullshard.peers.flight_record import (
     FlightRecord,
     flight_records,
@@ -53,7 +53,7 @@ from fullshard.peers.stacks import (
     runs_program_beside,
     stack_of,
 )
-from fullshard.peers.status import STEADY_BEATS, GroupCounts, RankStatus, State
+from fullshard.peers.status import STEADY_BEATS, GroupCounts, RankStatus, State, Verdict
 from fullshard.peers.status_board import StatusBoard
 from fullshard.process_hooks import before_exit, start_thread
 from fullshard.torch_private import default_group, distributed_world
@@ -81,11 +81,10 @@ class Watchdog:
         self.group = weakref.ref(default_group())
         self.board = StatusBoard(self._rank, self._world_size)
         self._ended = threading.Event()
-        self._verdict: FullshardError | None = None  # for `check` to raise
-        self._delivered: FullshardError | None = None  # left with the interpreter, and when
+        self._verdict: Verdict | None = None  # for `check` to raise
+        self._delivered: Verdict | None = None  # left with the interpreter, and when
         self._delivered_at: float | None = None
-        # Of its statuses: an error that all ranks raise which wait for this one (`_final_of`).
-        self._final: dict[str, Any] = {}
+        self._told: Verdict | None = None  # of its statuses
         self._waits: dict[int, dict[str, Any]] = {}  # by thread, of its status
         self._progress = -1
         self._still_since = time.monotonic()
@@ -110,45 +109,35 @@ class Watchdog:
     # For the thread that trains
 
     @contextlib.contextmanager
-    def waiting(
-        self, label: str, groups: tuple[str, ...] = (), *, in_group: str = ""
-    ) -> Iterator[None]:
+    def waiting(self, label: str, groups: tuple[str, ...], *, in_group: str = "") -> Iterator[None]:
         """Say that this thread waits in a collective of fullshard's, within the body.
 
         groups: keys of the groups whose ranks it waits for. in_group: the one among them in which the
         program has collectives too, if that is so.
         """
         thread = threading.get_ident()
-        before = self._waits.get(thread)
-        self._waits[thread] = {
-            "state": State.WAITS,
-            "where": label,
-            "waited": groups,
-            "in_group": in_group,
-        }
+        facts = {"state": State.WAITS, "where": label, "waited": groups, "in_group": in_group}
+        self._waits[thread] = facts
         try:
             yield
         finally:
-            if before is None:
-                del self._waits[thread]
-            else:
-                self._waits[thread] = before
+            del self._waits[thread]
 
     def check(self) -> None:
         """Raise what the watchdog has found, once. To be called in every wait."""
         verdict, self._verdict = self._verdict, None
         if verdict is not None:
-            raise verdict
+            raise verdict.error
 
     def settle(self, record: FlightRecord, place: int) -> FullshardError:
         """Return the error for ranks that differ at a place, in one rank's words on all of them."""
         found = divergence.settle(self.board, self._rank, record, place)
-        self.tell(found.error, found.about)
+        self.tell(found)
         return found.error
 
-    def tell(self, error: FullshardError, about: str = "") -> None:
-        """Have ranks that wait for this one raise the error that it is about to raise. about: `RankStatus.about`."""
-        self._final = _final_of(error, about)
+    def tell(self, verdict: Verdict) -> None:
+        """Have ranks that wait for this one raise what it is about to raise."""
+        self._told = verdict
         # What was entered before the error is no progress since.
         self._progress, self._still_since = _progress(), time.monotonic()
         self.board.post(self._look())
@@ -166,9 +155,9 @@ class Watchdog:
         self.board.keep_up()
         if (progress := _progress()) != self._progress:
             self._progress, self._still_since = progress, now
-            if self._last is not None or self._final:
+            if self._last is not None or self._told is not None:
                 # Takes it back. A status of a rank that has moved says nothing true any more.
-                self._last, self._final = None, {}
+                self._last = self._told = None
                 self.board.post(RankStatus(self._rank, State.RUNS, groups=self._groups))
             return
         if now - self._still_since < _STILL_S:
@@ -208,16 +197,16 @@ class Watchdog:
         for record in flight_records() if own.is_blocked else ():
             try:
                 record.compare()
-            except DivergenceError as error:
-                return Verdict(error, self._final.get("about", ""))
+            except DivergenceError:
+                return self._told  # by `settle`
         if (found := divergence.find(self.board, self._rank, statuses)) is not None:
             return found
         for record in flight_records():
             if not record.is_on_device:
                 continue
-            pids = record.pids  # of ranks of this host
             silent = {r for r in record.ranks if r not in statuses or not statuses[r].has_gone}
-            killed = {rank for rank in silent & pids.keys() if not is_running(pids[rank])}
+            pids = self.board.processes(silent)
+            killed = {rank for rank, pid in pids.items() if not is_running(pid)}
             for rank in killed | self.board.lost(silent):
                 counts = {record.key: GroupCounts(len(record.ranks), 0, 0)}
                 said = "a signal, or by os._exit"
@@ -226,11 +215,10 @@ class Watchdog:
 
     def _deliver(self, verdict: Verdict, own: RankStatus) -> None:
         """Have the rank raise a verdict."""
-        error = verdict.error
         if own.state is not State.WAITS:
             # Before others learn of it: one that ends breaks this rank's call.
-            self._delivered, self._delivered_at = error, time.monotonic()
-            raise_in(self._threads()[0], error)
+            self._delivered, self._delivered_at = verdict, time.monotonic()
+            raise_in(self._threads()[0], verdict.error)
             # Collectives that the device waits in: the host goes on then that waits for the device. Its own, and one
             # of torch.distributed's too if it is on the device.
             for group in list(distributed_world.pg_map):
@@ -238,14 +226,14 @@ class Watchdog:
                     with contextlib.suppress(Exception):
                         abort(group)
         if own.state is State.RUNS:  # perhaps waiting for its device, and so not to be reached
-            logger.error("rank %d, at %s: %s", self._rank, own.at, error)
-        if isinstance(error, DivergenceError):
-            self._final = _final_of(error, verdict.about)
-            self.board.post(dataclasses.replace(own, **self._final))
+            logger.error("rank %d, at %s: %s", self._rank, own.at, verdict.text)
+        if not verdict.is_loss:
+            self._told = verdict._replace(ranks=())  # too many for a slot, perhaps
+            self.board.post(dataclasses.replace(own, verdict=self._told))
         if own.state is State.WAITS:
             # Others that are stuck find a verdict too, before this rank raises and may end.
             self._wait_until_gone({*verdict.ranks} - {self._rank}, _HOLD_S, self._ended.wait)
-            self._verdict = error
+            self._verdict = verdict
 
     def _wait_until_gone(
         self, ranks: Collection[int], limit_s: float, pause: Callable[[float], object]
@@ -259,8 +247,10 @@ class Watchdog:
 
     def _give_up(self, status: RankStatus) -> None:
         """End the process: its thread is in a call that neither returns nor fails."""
-        kind = type(self._delivered)
-        error = f"{kind.__module__}.{kind.__qualname__}: {self._delivered}"
+        verdict = self._delivered
+        assert verdict is not None
+        kind = type(verdict.error)
+        error = f"{kind.__module__}.{kind.__qualname__}: {verdict.text}"
         print(
             "\n".join(status.stack),
             f"{error}\n[fullshard] Rank {self._rank}'s call of torch.distributed cannot be ended, so "
@@ -305,8 +295,8 @@ class Watchdog:
             on_device=tuple(each.key for each in records if each.is_on_device),
             unreached=tuple(sorted(self.board.unreached)),
             stack=stack,
+            verdict=self._told,
             **doing,
-            **self._final,
         )
 
     # The end
@@ -319,10 +309,10 @@ class Watchdog:
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         is_ordinary = isinstance(error, SystemExit) and error.code in (None, 0)
         if is_of_distributed(error) and (cause := self._cause_of_failure()) is not None:
-            logger.error("rank %d: that call failed because ranks part: %s", self._rank, cause)
-            error = cause
-        if isinstance(error, DivergenceError | PeerLostError) and not self._final:
-            self._final = _final_of(error)
+            logger.error("rank %d: that call failed because ranks part: %s", self._rank, cause.text)
+            error = cause.error
+        if isinstance(error, DivergenceError | PeerLostError) and self._told is None:
+            self._told = Verdict(str(error), is_loss=isinstance(error, PeerLostError))
         text = ""
         if error is not None and not is_ordinary:
             last = traceback.extract_tb(error.__traceback__)[-1:]
@@ -337,14 +327,14 @@ class Watchdog:
             self._wait_until_gone(others - self.board.lost(others), _OUTLAST_S, time.sleep)
         self.board.close()
 
-    def _cause_of_failure(self) -> FullshardError | None:
+    def _cause_of_failure(self) -> Verdict | None:
         """Return what this rank was to raise, or what others have raised, whose ends broke its call."""
         if self._delivered is not None:
             return self._delivered
         with contextlib.suppress(Exception):
             for rank, status in self.board.read(range(self._world_size)).items():
-                if rank != self._rank and status.is_final:
-                    return final_error(status)
+                if rank != self._rank and status.verdict is not None:
+                    return status.verdict
         return None
 
     def _say_last(self, error: str) -> None:
@@ -360,7 +350,8 @@ class Watchdog:
                 moment=latest_moment(),
                 groups=self._groups,
                 has_left=not has_groups,
-                **{"error": error, **self._final},
+                error=error if self._told is None else self._told.text,
+                verdict=self._told,
             )
             self.board.post(last, is_last=True)
 
@@ -386,12 +377,6 @@ def watchdog() -> Watchdog:
         refusal[1:] = [_watchdogs[pid].settle]
         _watchdogs[pid].start()
     return _watchdogs[pid]
-
-
-def _final_of(error: FullshardError, about: str = "") -> dict[str, Any]:
-    """Return what of a status says that all ranks are to raise an error which wait for this one."""
-    is_loss = isinstance(error, PeerLostError)
-    return {"error": str(error), "is_final": True, "is_loss": is_loss, "about": about}
 
 
 def _progress() -> int:

@@ -16,10 +16,10 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard.comm.outside_steps import gather_objects
+from fullshard.peers.groups import place_in_job
 from fullshard.plan.boxes import Box, share, without
 from fullshard.state.holdings import ELSEWHERE, Holding
 from fullshard.state.host_memory import crc, host_bytes
-from fullshard.state.owners import num_ranks
 from fullshard.state.unit_parts import HeldBox
 
 _LABEL = "agreeing on who hands on what"
@@ -64,7 +64,7 @@ def numbered(
     lengths have cut at other elements.
     """
     unknown = _unnumbered(holdings)
-    if num_ranks(group) == 1:
+    if place_in_job(group).size == 1:
         return [h if h.copies else h._replace(copies=1) for h in holdings]
     if digests is None:
         digests = gather_objects(digest_of_unnumbered(holdings), group, _LABEL)
@@ -96,7 +96,7 @@ def numbered_and_compared(
 
     taken: what is done with the values of the first of two ranks, such as "saved". Collective.
     """
-    if num_ranks(group) == 1:
+    if place_in_job(group).size == 1:
         return numbered(holdings, group)
     own = digest_of_unnumbered(holdings), digest_of_values(holdings)
     told = gather_objects(own, group, _LABEL)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fullshard.comm.calls import all_gather
 from fullshard.comm.outside_steps import gather_objects, run_collective
 from fullshard.errors import StateError
-from fullshard.peers.groups import any_device, moves
+from fullshard.peers.groups import any_device, moves, place_in_job
 from fullshard.plan.boxes import tiling_fault, whole_box
 from fullshard.plan.gathering import Bucket, DividedTensor, MessagePart, plan_buckets
 from fullshard.state.copies import own_share
@@ -55,7 +55,8 @@ def gathered_wholes(
 
     Raises StateError, on all ranks alike, if ranks hold different tensors or lack elements.
     """
-    many = dist.is_initialized() and dist.get_world_size(group) > 1
+    place = place_in_job(group)
+    many = place.size > 1
     ranks = dist.get_process_group_ranks(group) if many else [0]
     shares: dict[str, list[HeldBox]] = {}
     for holding in map(own_share, holdings):
@@ -75,9 +76,8 @@ def gathered_wholes(
     ]
     views = [shares.get(h.name, []) for h in holdings]
     receiver = None if to_rank is None else ranks.index(to_rank)
-    rank = dist.get_rank(group) if many else 0
     travels_on = _wire_device(facts, group) if many else torch.device("cpu")
-    wire = _Wire(group, len(ranks), rank, receiver, travels_on)
+    wire = _Wire(group, place.size, place.rank, receiver, travels_on)
     return _gather(list(holdings), views, tensors, wire, bucket_nbytes, device)
 
 

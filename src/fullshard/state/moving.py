@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.outside_steps import run_collective
+from fullshard.peers.groups import place_in
 from fullshard.plan.boxes import Division, Move, moves
 
 
@@ -41,7 +42,7 @@ def move(
     Two parameters of 4 elements on 2 ranks, halves -> whole: each rank sends 2 elements of each, in one
     call. A tensor's dtype is the same on every rank.
     """
-    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    rank, size = place_in(group)
     kept: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     sent: list[list[torch.Tensor]] = [[] for _ in range(size)]
     received: list[list[torch.Tensor]] = [[] for _ in range(size)]

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm.outside_steps import gather_objects
 from fullshard.errors import StateError
-from fullshard.peers.groups import group_over
+from fullshard.peers.groups import group_over, place_in_job
 from fullshard.state.structure import units_of
 from fullshard.state.unit_parts import rank_sets
 
@@ -47,18 +47,13 @@ def owners_of(model: nn.Module) -> dist.ProcessGroup | None:
     return group_over(sorted(largest))
 
 
-def num_ranks(group: dist.ProcessGroup | None) -> int:
-    """Return the number of ranks of a group, or of the job for None; 1 without a process group."""
-    return dist.get_world_size(group) if dist.is_initialized() else 1
-
-
 def together(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """Return what this rank's function returns, once those of all ranks have. Collective.
 
     group: these ranks; None for all of the job. Raises on every rank if one raises: its own error there, a
     StateError that names the ranks elsewhere.
     """
-    if num_ranks(group) == 1:
+    if place_in_job(group).size == 1:
         return function()
     error: Exception | None = None
     value: Any = None

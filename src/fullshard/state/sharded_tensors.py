@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard.errors import LayoutError, UnsupportedError
+from fullshard.peers.groups import place_in
 from fullshard.plan.boxes import Box, Cut, Division, box_after, chunks, tiling_fault, whole_box
 from fullshard.plan.layout import Shape
 from fullshard.state.moving import Moving, move
@@ -47,7 +48,7 @@ def sharded_tensor(
 
     local: this rank's part. shape: the whole one. boxes: by rank; one without rows is left out.
     """
-    rank = 0 if group is None else group.rank()
+    rank = place_in(group).rank
     shards = {
         other: ShardMetadata([*box.offset], [*box.shape], _place(other, local.device, group))
         for other, box in enumerate(boxes)
@@ -90,7 +91,7 @@ def parts_of_value(
     shape: of the whole value. Collective for a value that is divided over other ranks: it is made whole
     first, and the division says that every rank has all of it.
     """
-    size = 1 if group is None else group.size()
+    size = place_in(group).size
     if group is not None and isinstance(value, ShardedTensor):
         if _ranks(group) == _ranks(value._process_group):
             return _of_sharded_tensor(value, shape, device)

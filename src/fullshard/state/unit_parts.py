@@ -22,6 +22,7 @@ from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.faces.meshes import joined_mesh
+from fullshard.peers.groups import place_in, place_in_job
 from fullshard.plan.boxes import Box, Division, boxes_of_run, chunks, whole_box
 from fullshard.plan.layout import BucketLayout, ParamLayout, Shape
 from fullshard.state.sharded_tensors import MeshBox, place_on, placement_of
@@ -61,7 +62,7 @@ class UnitParts:
         self._unit = weakref.proxy(unit)
         # What was planned from; a parameter gets another form if its unit changes.
         self.forms = tuple(param.form for param in unit.managed)
-        self.world_size = _world_size()
+        self.world_size = place_in_job().size
         self._placed: dict[int, Placed] = {}
         self._places: dict[int, MeshBox] = {}
 
@@ -164,7 +165,7 @@ class UnitParts:
     def division(self, index: int) -> Division:
         """Return which boxes of a parameter each rank of the `division_group` holds."""
         group, region = division_group(self._unit), self.region(index)
-        size = 1 if group is None else group.size()
+        size = place_in(group).size
         if self._unit.mesh.shard_group is None:
             return [(region,)] * size
         if self._unit.is_flat:
@@ -238,7 +239,7 @@ def parts_of(unit: Unit) -> UnitParts:
     if (
         known is None
         or known.forms != tuple([param.form for param in unit.managed])
-        or known.world_size != _world_size()
+        or known.world_size != place_in_job().size
     ):
         known = _parts[unit] = UnitParts(unit)
     return known
@@ -252,10 +253,6 @@ def _placement(mesh: UnitMesh, param: ManagedParameter) -> str:
     if mesh.plan.replicate_size > 1:
         outer = f"replicated over {mesh.plan.replicate_size}, {outer}"
     return outer if inner is None else f"{outer}; {placement_of(inner)}"
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 # What follows from a unit without a plan

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fullshard.comm.outside_steps import gather_objects
 from fullshard.engine.unit import Unit
 from fullshard.faces.meshes import joined_mesh, tensor_parallel_spec
+from fullshard.peers.groups import place_in
 from fullshard.plan.boxes import Box, Division, chunks, common
 from fullshard.plan.layout import Shape
 from fullshard.state.moving import Moving, move
@@ -43,7 +44,7 @@ def whole_values(
     # Looked up once a call: tensors of one parameter share a plan of what moves. Not kept for longer, as it
     # grows with the number of ranks.
     division = functools.cache(parts.division)
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    rank, size = place_in(group)
     is_wanted = rank == 0 or not rank0_only
     wanted: dict[int, Division] = {
         i: [(parts.region(i),) if r == 0 or not rank0_only else () for r in range(size)]

@@ -175,7 +175,8 @@ def memory_report(
         rank=dist.get_rank(),
         units=tuple(dict.fromkeys(names[unit] for unit in units)),
         holdings=_counted_once(uses, units),
-        shared_nbytes=shards + sum(comm.held_nbytes for comm in comms if comm.mapped_nbytes),
+        shared_nbytes=shards
+        + sum(own.nbytes for comm in comms if comm.mapped_nbytes for own in comm.staging),
         mapped_nbytes=sum(unit.mapped_nbytes for unit in units)
         + sum(comm.mapped_nbytes for comm in comms),
     )
@@ -259,14 +260,8 @@ def _counted_once(uses: Iterable[_Use], units: Sequence[Unit]) -> tuple[Holding,
 
     Where a device's allocator tells how much is in use, what is left over counts as OTHER.
     """
-    # This rank's part of staging memory is not listed as tensors.
-    devices = {comm: str(unit.device) for unit in units for comm in comms_of([unit])}
     on_device = collections.Counter[str]()
-    for comm, device in devices.items():
-        on_device[device] += comm.held_nbytes
-    totals: dict[tuple[MemoryCategory, str | None, str], int] = {
-        (MemoryCategory.COMMUNICATION, None, device): nbytes for device, nbytes in on_device.items()
-    }
+    totals: dict[tuple[MemoryCategory, str | None, str], int] = {}
     seen: dict[str, _Ranges] = collections.defaultdict(_Ranges)
     order = [*MemoryCategory]
     for category, unit, tensor in sorted(uses, key=lambda use: order.index(use.category)):

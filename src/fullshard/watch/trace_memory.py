@@ -132,8 +132,7 @@ class MemoryMeter:
         )
         storages = [tensor.untyped_storage() for tensor in kept]  # groups may share what they keep
         distinct = {storage.data_ptr(): storage.nbytes() for storage in storages}
-        held = sum(comm.held_nbytes for comm in comms)
-        self._totals[_COMMUNICATION] = held + sum(distinct.values())
+        self._totals[_COMMUNICATION] = sum(distinct.values())
 
     def count_optimizer(self) -> None:
         if self._optimizer is None:
