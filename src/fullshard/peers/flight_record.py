@@ -122,7 +122,6 @@ class FlightRecord:
         # Encoded entries: the same ones come in every step, and encoding costs more than entering.
         self._known: dict[tuple[str, int], tuple[int, bytes]] = {}
         self.slots: Any = None  # the group's `StatusSlots`, which live as long
-        self.pids: dict[int, int] = {}  # by global rank, of ranks whose processes can be looked at
         self._lines: tuple[int, Callable[[], Sequence[str]]] = (0, list)  # of a place, the last
         self._moment = 0
         self.order: Any = None  # an `AgreedOrder`, for ranks that share no memory

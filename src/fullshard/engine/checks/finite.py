@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fullshard.engine.observer import PassWatcher, watchers
 from fullshard.engine.runtime import eager
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
+from fullshard.peers.groups import place_in_job
 from fullshard.plan.units import clean_name
 from fullshard.process_hooks import AFTER_FORWARD, BEFORE_FORWARD
 from fullshard.torch_private import local_part
@@ -165,4 +165,4 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _rank() -> str:
-    return f"rank {dist.get_rank() if dist.is_initialized() else 0}"
+    return f"rank {place_in_job().rank}"

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fullshard.comm.outside_steps import gather_objects
 from fullshard.engine.params.dtensor import DTensorParameter
@@ -28,6 +27,7 @@ from fullshard.engine.params.managed import accumulator_of
 from fullshard.engine.runtime import outside_transforms
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, StateError
+from fullshard.peers.groups import place_in_job
 from fullshard.plan.units import first_names
 from fullshard.policies import Unused
 
@@ -105,7 +105,7 @@ class UnusedWatch:
         asked = [u for u in units if u.config.unused is Unused.ERROR and u.config.reduce_grads]
         if not asked:
             return
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank = place_in_job().rank
         found: dict[str, list[int]] = {}
         for unit in asked:
             had = self._had.pop(unit, set())

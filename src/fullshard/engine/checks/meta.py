@@ -23,6 +23,7 @@ from fullshard.engine.checks.model import Model
 from fullshard.engine.unit import Unit
 from fullshard.errors import AllocationError
 from fullshard.host import memory_pools
+from fullshard.peers.groups import place_in_job
 from fullshard.plan.units import clean_name, first_names
 from fullshard.torch_private import local_part
 
@@ -79,7 +80,7 @@ def find_unwritten(model: Model) -> str | None:
     """Say what was marked and has kept nothing but its mark."""
     if not _marked or not (found := [*_unwritten(model.root)]):
         return None
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = place_in_job().rank
     return (
         f"{first_names(found)} (rank {rank}): to_empty() has given it memory, and nothing "
         "has been written there since. Load values for it, or compute them as the module's __init__ does; "
@@ -177,7 +178,7 @@ def refuse_lack_of_memory(call: str, units: Sequence[Unit], others: Iterable[tor
     for pool in memory_pools().values() if nbytes else ():
         can_get = pool.free_nbytes + pool.swap_nbytes
         if nbytes > can_get:
-            rank = dist.get_rank() if dist.is_initialized() else 0
+            rank = place_in_job().rank
             raise AllocationError(
                 f"{call} (rank {rank}): parameters and buffers need {_mib(nbytes)} of memory, and on "
                 f"{pool.name} {_mib(can_get)} can be had, caches and swap included: the system would kill a process. "

@@ -32,6 +32,7 @@ from fullshard.engine.params.dtensor import RELEASES_OUTPUTS
 from fullshard.engine.params.form import UnitMesh
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.errors import MisuseError, StateError
+from fullshard.peers.groups import place_in
 from fullshard.plan.layout import ALIGNMENT_NBYTES
 from fullshard.plan.sizes import round_up, rows_per_rank
 from fullshard.policies import MixedPrecisionPolicy
@@ -167,7 +168,7 @@ class ExtendedParameters:
         self._items = [_Extended(param) for param in params]
         self._mesh, self._device = mesh.shard_mesh, device
         group = mesh.shard_group
-        self._size = 1 if group is None else group.size()
+        self._size = place_in(group).size
         self._comm = None
         if group is not None and self._size > 1:
             self._comm = ProcessGroupComm(group, device)
