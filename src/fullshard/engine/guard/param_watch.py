@@ -111,13 +111,15 @@ class ModelWatch:
     @property
     def may_have_moved(self) -> bool:
         """True if some parameter has moved, or must be asked itself: see `ParamWatch.have_moved`."""
-        if self._places is None:
+        places = self._places  # read once: ranks may be threads, of which another forgets
+        if places is None:
+            places = Places()
             known = [watch.places for watch in self._watches]
-            self._places = Places()
             if all(each.names for each in known):
                 columns = zip(*known, strict=True)
-                self._places = Places(*(list(itertools.chain(*each)) for each in columns))
-        return not self._places.are_as_they_were
+                places = Places(*(list(itertools.chain(*each)) for each in columns))
+            self._places = places
+        return not places.are_as_they_were
 
 
 _models: "weakref.WeakSet[ModelWatch]" = weakref.WeakSet()

@@ -300,7 +300,7 @@ def _by_registry(
 ) -> list[Registration]:
     """Return what registers the parameters of a form, one per manager, in all their slots."""
     registrations: dict[int, Registration] = {}
-    for param, parameter in zip(params, form, strict=False):
+    for param, parameter in zip(params, form, strict=True):
         for slot in param.slots:
             registry = slot.registry
             if id(registry) not in registrations:
