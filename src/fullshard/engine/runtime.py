@@ -112,26 +112,23 @@ class Runtime:
             return _NOTHING
         return self._stream(lane)
 
-    @contextlib.contextmanager
-    def following(self, lane: Lane) -> Iterator[None]:
+    def following(self, lane: Lane) -> "_Following":
         """Make a lane the current stream, and let it wait for what was current: rule 2."""
-        before = self.record()
-        with self.on(lane):
-            self.wait(before)
-            yield
+        return _Following(self, lane)
 
     def record(self) -> torch.Event | None:
         """Return an event at the current stream's position; None without streams."""
         if not self.has_streams:
             return None
         event = torch.Event(self.device.type)
-        event.record(torch.accelerator.current_stream(self.device))
+        # By index, as everywhere here: by device, torch looks for the accelerator first.
+        event.record(torch.accelerator.current_stream(self.device.index))
         return event
 
     def wait(self, event: torch.Event | None) -> None:
         """Let the current stream wait for an event; the host goes on. None: nothing to wait for."""
         if event is not None:
-            torch.accelerator.current_stream(self.device).wait_event(event)
+            torch.accelerator.current_stream(self.device.index).wait_event(event)
 
     def finish(self, event: torch.Event | None) -> None:
         """Let the host wait for an event. None: nothing to wait for."""
@@ -143,6 +140,24 @@ class Runtime:
             # High priority: a collective that is ready goes before compute's queued kernels.
             self._streams[lane] = torch.Stream(self.device, priority=-1)
         return self._streams[lane]
+
+
+class _Following:
+    """The context of `Runtime.following`: a class, since a generator's costs more than all that it does."""
+
+    __slots__ = ("_entered", "_lane", "_runtime")
+
+    def __init__(self, runtime: Runtime, lane: Lane) -> None:
+        self._runtime, self._lane = runtime, lane
+
+    def __enter__(self) -> None:
+        before = self._runtime.record()
+        self._entered = self._runtime.on(self._lane)
+        self._entered.__enter__()
+        self._runtime.wait(before)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.__exit__(*exception)
 
 
 class _Turn(NamedTuple):
