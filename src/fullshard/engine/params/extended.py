@@ -32,8 +32,7 @@ from fullshard.engine.params.dtensor import RELEASES_OUTPUTS
 from fullshard.engine.params.form import UnitMesh
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.errors import MisuseError, StateError
-from fullshard.plan.layout import ALIGNMENT_NBYTES
-from fullshard.plan.sizes import round_up, rows_per_rank
+from fullshard.plan.layout import ALIGNMENT_NBYTES, round_up, rows_per_rank
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.torch_private import preserve_version_counters
 
