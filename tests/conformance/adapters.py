@@ -41,7 +41,7 @@ clean_tensor_name = clean_name
 
 FSDP = fullshard.FullyShardedDataParallel
 FSDP._state_dict_type = property(lambda self: self._state_dict_settings.state_dict_type)
-FSDP._inter_node_pg = property(lambda self: self._ranks.replicate_group)
+FSDP._inter_node_pg = property(lambda self: self._unit.mesh.replicate_group)
 FSDP._wait_unshard_streams_on_current_stream = lambda self: None  # no streams on a CPU
 _params = FSDP.params
 
@@ -132,13 +132,14 @@ def _get_managed_states(
 ) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
     modules = list(modules)
     buffers = dict.fromkeys(b for module in modules for b in module.buffers(recurse=False))
-    return list(CoveredParameters(modules, ignored_params or set()).slots), list(buffers)
+    return list(CoveredParameters(modules, modules, ignored_params or set()).slots), list(buffers)
 
 
 def _get_param_module_infos(
     params: Sequence[nn.Parameter], modules: Iterable[nn.Module]
 ) -> list[ParamModuleInfo]:
-    slots = CoveredParameters(covered_modules(modules), set()).slots
+    covered = covered_modules(modules)
+    slots = CoveredParameters(covered, covered, set()).slots
     infos = []
     for param in params:
         first, *others = [(slot.module(), slot.name) for slot in slots[param]]

@@ -22,12 +22,18 @@ from fullshard.comm.select import default_comm
 from fullshard.engine.hooks import Hooks
 from fullshard.engine.module_state import state_of
 from fullshard.engine.params.flat import FlatParameter
+from fullshard.engine.params.form import UnitMesh
 from fullshard.engine.restoring import restoring
 from fullshard.engine.runtime import eager, passing_through
 from fullshard.engine.unit import Unit, choose_comms
 from fullshard.engine.whole import WholeOptions, refusing_backward, whole_parameters
 from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
-from fullshard.faces.coverage import covered_modules, ignored_names
+from fullshard.faces.coverage import (
+    CoveredParameters,
+    covered_modules,
+    ignored_names,
+    move_tensors,
+)
 from fullshard.faces.interop import FlatHandle, mark_managed
 from fullshard.fsdp1.auto_wrap import auto_wrap
 from fullshard.fsdp1.flatten import flat_unit, names_below
@@ -42,14 +48,12 @@ from fullshard.fsdp1.recognition import recognise
 from fullshard.fsdp1.setup import (
     Ignored,
     ProcessGroups,
-    ShardingRanks,
     broadcast_states,
     check_parameters,
     choose_ranks,
     compute_device,
     find_ignored,
     materialise,
-    move,
 )
 from fullshard.fsdp1.state_dicts import StateDictMethods
 from fullshard.fsdp1.wrap_policies import CustomPolicy, ModuleWrapPolicy
@@ -133,13 +137,12 @@ class FullyShardedDataParallel(StateDictMethods):
             )
         self._ignored = find_ignored(module, ignored_modules, ignored_states)
         self.compute_device = compute_device(device_id, device_mesh)
-        self._ranks: ShardingRanks = choose_ranks(
+        mesh, self._strategy = choose_ranks(
             process_group,
             sharding_strategy,
             device_mesh,
             wraps_children=auto_wrap_policy is not None,
         )
-        self._device_mesh = device_mesh
         self.cpu_offload = cpu_offload or CPUOffload()
         self.mixed_precision = mixed_precision or MixedPrecision()
         self.backward_prefetch = backward_prefetch
@@ -150,9 +153,10 @@ class FullyShardedDataParallel(StateDictMethods):
         self._computes_fully_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         wrap_children = None
         if auto_wrap_policy is not None:
-            if device_mesh is None and self._ranks.replicate_group is not None:
+            if device_mesh is None and len(mesh.groups) > 1:
                 # Passed on, so that hybrid groups are made once for the whole model.
-                process_group = self._ranks.shard_group, self._ranks.replicate_group
+                shard_group, replicate_group = mesh.groups
+                process_group = shard_group, replicate_group
             wrap_children = functools.partial(
                 auto_wrap,
                 module,
@@ -177,6 +181,7 @@ class FullyShardedDataParallel(StateDictMethods):
             )
         unit, covered = self._make_unit(
             module,
+            mesh,
             wrap_children,
             device_id=device_id,
             param_init_fn=param_init_fn,
@@ -194,6 +199,7 @@ class FullyShardedDataParallel(StateDictMethods):
     def _make_unit(
         self,
         module: nn.Module,
+        mesh: UnitMesh,
         wrap_children: Callable[[], None] | None,
         *,
         device_id: int | str | torch.device | None,
@@ -205,7 +211,7 @@ class FullyShardedDataParallel(StateDictMethods):
         If anything raises, the modules are made as they were before. Arguments, ranks and
         communication are settled before the first change.
         """
-        config, mesh, ignored = _unit_config(self), self._ranks.mesh, self._ignored
+        config, ignored = _unit_config(self), self._ignored
         comms = choose_comms(mesh, self.compute_device, config)  # may raise: so before any change
         what = f"FullyShardedDataParallel of {type(module).__name__}"
         # Restoring keeps whole parameters alive until all of a module is wrapped. Host memory has
@@ -226,12 +232,14 @@ class FullyShardedDataParallel(StateDictMethods):
             # Values are made before they are broadcast, and moved to where groups communicate.
             check_parameters(covered, ignored, device_id)
             materialise(covered, ignored, self.compute_device, param_init_fn)
-            move(covered, ignored, self.compute_device, offload=self.cpu_offload.offload_params)
+            parameters = CoveredParameters([self.module], covered, ignored.params)
+            buffers = list(dict.fromkeys(b for m in covered for b in m.buffers(recurse=False)))
+            home = torch.device("cpu") if config.offload_to_cpu else self.compute_device
+            move_tensors(parameters.slots, home)
+            move_tensors(buffers, self.compute_device)
             if sync_module_states:
-                broadcast_states(covered, ignored, mesh)
-            unit = flat_unit(
-                self.module, covered, mesh, self.compute_device, config, ignored.params, comms
-            )
+                broadcast_states([*parameters.slots, *buffers], mesh)
+            unit = flat_unit(self.module, parameters, mesh, self.compute_device, config, comms)
         return unit, covered
 
     @staticmethod
@@ -263,12 +271,12 @@ class FullyShardedDataParallel(StateDictMethods):
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks that parameters are sharded over, or replicated over if nothing is sharded."""
-        return self._ranks.shard_group
+        return self._unit.mesh.groups[0]
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
         """The strategy in effect. In a group of one rank it is NO_SHARD, unless hybrid."""
-        return self._ranks.strategy
+        return self._strategy
 
     @property
     def rank(self) -> int:
@@ -321,7 +329,7 @@ class FullyShardedDataParallel(StateDictMethods):
         grads = iter(unit.gradients.flat_gradients())
         for flat, has_grad in zip(unit.flat_shards, trainable, strict=True):
             views.append(FlatParameter(flat, requires_grad=has_grad))
-            views[-1]._fqns = names_below(self.module, unit)  # type: ignore[attr-defined]
+            views[-1]._fqns = names_below(unit)  # type: ignore[attr-defined]
             views[-1].grad = next(grads, None) if has_grad else None
         return views
 

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard.comm.outside_steps import gather_objects
 from fullshard.engine.unit import Unit
-from fullshard.faces.meshes import joined_mesh, tensor_parallel_spec
+from fullshard.faces.forms import tensor_parallel_spec
+from fullshard.faces.meshes import joined_mesh
 from fullshard.plan.boxes import Box, Division, chunks, common
 from fullshard.plan.layout import Shape
 from fullshard.state.moving import Moving, move
