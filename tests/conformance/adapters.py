@@ -15,9 +15,10 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 import fullshard
+from fullshard.engine.module_state import covered_modules
 from fullshard.engine.nodes import AfterBackward as RegisterPostBackwardFunction  # noqa: F401
 from fullshard.engine.params.flat import FLAT_PARAM  # noqa: F401
-from fullshard.faces.coverage import CoveredParameters, covered_modules
+from fullshard.faces.coverage import CoveredParameters
 from fullshard.faces.interop import FlatHandle, is_composable, state_view
 from fullshard.faces.meshes import default_mesh, mesh_info
 from fullshard.plan.boxes import chunks

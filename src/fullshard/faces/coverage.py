@@ -1,6 +1,6 @@
 """Find and check the modules and parameters that one call to shard covers."""
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
 import torch
 from torch import nn
@@ -18,28 +18,6 @@ def root_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the given modules that are not inside another given one, in order, once each."""
     inside = {id(child) for module in modules for child in module.modules() if child is not module}
     return [m for m in dict.fromkeys(modules) if id(m) not in inside]
-
-
-def covered_modules(
-    roots: Iterable[nn.Module], is_covered: Callable[[nn.Module], bool] = lambda _: True
-) -> list[nn.Module]:
-    """Return the roots and the modules below them, except those that an earlier call sharded.
-
-    is_covered: a module for which it returns False is left out with everything below.
-    """
-    found: dict[nn.Module, None] = {}
-
-    def visit(module: nn.Module) -> None:
-        if module in found or not is_covered(module):
-            return
-        found[module] = None
-        for child in module.children():
-            if state_of(child) is None:
-                visit(child)
-
-    for root in roots:
-        visit(root)
-    return list(found)
 
 
 def ignored_names(
@@ -177,8 +155,8 @@ def move_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
             torch.utils.swap_tensors(tensor, moved)
 
 
-def check_parameters(names: dict[nn.Parameter, str], device: torch.device) -> None:
-    """Raise ShardingError or UnsupportedError for what cannot be sharded on ``device``."""
+def check_shapes(names: dict[nn.Parameter, str], api: str) -> None:
+    """Raise ShardingError for parameters that have no shape yet, and for those of no dims."""
     for parameter, name in names.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ShardingError(
@@ -186,9 +164,14 @@ def check_parameters(names: dict[nn.Parameter, str], device: torch.device) -> No
             )
         if parameter.dim() == 0:
             raise ShardingError(
-                f"fully_shard doesn't support scalar parameters: {name}. Change "
-                f"{name.rsplit(': ')[-1]} to a 1D tensor with numel equal to 1."
+                f"{api} doesn't support scalar parameters. Change {name.rsplit(': ')[-1]} to a 1D "
+                f"tensor with numel equal to 1. It is {name}."
             )
+
+
+def check_parameters(names: dict[nn.Parameter, str], device: torch.device) -> None:
+    """Raise ShardingError or UnsupportedError for what cannot be sharded by rows on ``device``."""
+    for parameter, name in names.items():
         local = local_part(parameter.data)
         has_extension(local, name)
         if local.layout is not torch.strided:

@@ -11,7 +11,7 @@ from fullshard.engine.params.flat import FlatHolder, HiddenParameter, OwnedPiece
 from fullshard.engine.params.form import ParamForm, UnitMesh
 from fullshard.engine.unit import Unit, UnitComms
 from fullshard.errors import ShardingError
-from fullshard.faces.coverage import CoveredParameters
+from fullshard.faces.coverage import CoveredParameters, check_shapes
 from fullshard.faces.forms import check_mesh_of
 from fullshard.faces.interop import leave_unchecked
 from fullshard.plan.builders import flat_layout
@@ -99,18 +99,10 @@ def _param_spec(parameter: nn.Parameter, name: str, config: UnitConfig) -> Param
 
 
 def _check_flattenable(parameters: CoveredParameters, mesh: UnitMesh, config: UnitConfig) -> None:
+    check_shapes(parameters.names, "FSDP")
     for parameter, name in parameters.names.items():
         if isinstance(parameter, DTensor):
             check_mesh_of(parameter._spec, mesh.groups, name)
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ShardingError(
-                f"{name} is not initialised yet (lazy module). Run the module once, then wrap it."
-            )
-        if parameter.dim() == 0:
-            raise ShardingError(
-                "FSDP doesn't support scalar parameters. Change "
-                f"{name.rsplit(': ')[-1]} to a 1D tensor with numel equal to 1. It is {name}."
-            )
     for owner, slot in parameters.ties:
         others = " and ".join(parameters.where(other) for other in owner.slots)
         raise ShardingError(

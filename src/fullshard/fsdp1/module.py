@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 from fullshard.comm.select import default_comm
 from fullshard.engine.hooks import Hooks
-from fullshard.engine.module_state import state_of
+from fullshard.engine.module_state import covered_modules, state_of
 from fullshard.engine.params.flat import FlatParameter
 from fullshard.engine.params.form import UnitMesh
 from fullshard.engine.restoring import restoring
@@ -30,7 +30,6 @@ from fullshard.engine.whole import WholeOptions, refusing_backward, whole_parame
 from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
 from fullshard.faces.coverage import (
     CoveredParameters,
-    covered_modules,
     ignored_names,
     move_tensors,
 )
@@ -57,7 +56,7 @@ from fullshard.fsdp1.setup import (
 )
 from fullshard.fsdp1.state_dicts import StateDictMethods
 from fullshard.fsdp1.wrap_policies import CustomPolicy, ModuleWrapPolicy
-from fullshard.fsdp2.module import UnshardHandle, start_unshard
+from fullshard.fsdp2.module import UnshardHandle, unshard
 from fullshard.optim.grad_norm import clip_grad_norm_
 from fullshard.plan.units import WRAPPED_MODULE, clean_name
 from fullshard.policies import (
@@ -384,11 +383,7 @@ class FullyShardedDataParallel(StateDictMethods):
         Values written to the unsharded parameters do not reach the shards. See
         `FSDPModule.unshard`.
         """
-        handle = start_unshard([self._unit])
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        return unshard([self._unit], async_op=async_op)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise MisuseError(

@@ -18,12 +18,19 @@ from torch.distributed.device_mesh import DeviceMesh
 import fullshard.host as host  # noqa: PLR0402  (`from fullshard` would ask for a public name)
 from fullshard.comm.outside_steps import gather_objects, run_collective
 from fullshard.engine.adoption import keeping_ties
-from fullshard.engine.checks.meta import mark_unwritten, marking_to_empty, places_on_meta
+from fullshard.engine.checks.meta import marking_to_empty
 from fullshard.engine.module_state import state_of
 from fullshard.engine.params.form import UnitMesh
 from fullshard.engine.params.managed import owner_of, said_grad_dtype
 from fullshard.errors import MeshError, ShardingError, StateError, UnsupportedError
-from fullshard.faces.meshes import check_groups, unit_device
+from fullshard.faces.meshes import (
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    check_groups,
+    unit_device,
+    unit_mesh,
+)
 from fullshard.fsdp1.options import HYBRID_SHARDING_STRATEGIES, ShardingStrategy
 from fullshard.plan.mesh import MeshPlan
 from fullshard.plan.units import clean_name
@@ -145,11 +152,16 @@ def choose_ranks(
             f"Manual wrapping with {strategy} requires explicit specification of process group or "
             "device_mesh, which nested instances have to share."
         )
-    shard_group, replicate_group = _hybrid_groups(process_group, mesh)
-    plan = MeshPlan(
-        shard_group.size(), shard_group.rank(), replicate_group.size(), replicate_group.rank()
-    )
-    return UnitMesh(mesh, plan, shard_group, replicate_group), strategy
+    if mesh is not None:
+        if mesh.ndim != 2:
+            raise ShardingError(
+                f"Expected device_mesh to have ndim=2 but got {mesh.ndim}: a hybrid strategy takes "
+                "(replicate, shard)."
+            )
+        return unit_mesh(HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)), strategy
+    within, across = _hybrid_groups(process_group)
+    plan = MeshPlan(within.size(), within.rank(), across.size(), across.rank())
+    return UnitMesh(None, plan, within, across), strategy
 
 
 def _over_one_group(
@@ -168,29 +180,21 @@ def _over_one_group(
             FutureWarning,
             stacklevel=4,
         )
-    if strategy is ShardingStrategy.NO_SHARD:
-        plan = MeshPlan(1, 0, group.size(), group.rank())
-        return UnitMesh(mesh, plan, None, group), strategy
-    if mesh is not None:
-        check_groups(mesh, sharded=0, replicated=None)
-        if mesh.ndim > 1:  # over which sharded state dicts divide values, as PyTorch does
-            check_groups(mesh, sharded=mesh.ndim - 1, replicated=None, what="Values")
-    plan = MeshPlan(group.size(), group.rank())
-    return UnitMesh(mesh, plan, group, None), strategy
+    is_sharded = strategy is not ShardingStrategy.NO_SHARD
+    if mesh is None:
+        size, rank = group.size(), group.rank()
+        if is_sharded:
+            return UnitMesh(None, MeshPlan(size, rank), group, None), strategy
+        return UnitMesh(None, MeshPlan(1, 0, size, rank), None, group), strategy
+    if not is_sharded:
+        return unit_mesh(DDPMeshInfo(mesh, replicate_mesh_dim=0)), strategy
+    if mesh.ndim > 1:  # over which sharded state dicts divide values, as PyTorch does
+        check_groups(mesh, sharded=mesh.ndim - 1, replicated=None, what="Values")
+    return unit_mesh(FSDPMeshInfo(mesh, shard_mesh_dim=0)), strategy
 
 
-def _hybrid_groups(
-    process_group: ProcessGroups, mesh: DeviceMesh | None
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def _hybrid_groups(process_group: ProcessGroups) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return (the group to shard over, the group to replicate over)."""
-    if mesh is not None:
-        if mesh.ndim != 2:
-            raise ShardingError(
-                f"Expected device_mesh to have ndim=2 but got {mesh.ndim}: a hybrid strategy takes "
-                "(replicate, shard)."
-            )
-        check_groups(mesh, sharded=1, replicated=0)
-        return mesh.get_group(mesh_dim=1), mesh.get_group(mesh_dim=0)
     if process_group is None:
         return _groups_by_host(_default_group())
     if isinstance(process_group, tuple) and len(process_group) == 2:
@@ -334,9 +338,8 @@ def materialise(
 def _reset(on_meta: dict[nn.Module, list[str]], device: torch.device) -> None:
     """Give modules memory, and values by their ``reset_parameters()``."""
     for module, names in on_meta.items():
-        places = places_on_meta(module, recurse=False)
-        module.to_empty(device=device, recurse=False)
-        mark_unwritten(places)
+        with marking_to_empty(module):
+            module.to_empty(device=device, recurse=False)
         reset = getattr(module, "reset_parameters", None)
         if reset is None:
             warnings.warn(

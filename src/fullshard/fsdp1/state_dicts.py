@@ -275,7 +275,7 @@ class StateDictMethods(nn.Module):
         self._state_dict_settings = default_settings(StateDictType.FULL_STATE_DICT)
         module: Any = self  # whose methods have no types
         module.register_state_dict_pre_hook(before_saving)
-        module._register_state_dict_hook(_after_saving)
+        module._register_state_dict_hook(after_saving)
         module._register_load_state_dict_pre_hook(before_loading, with_module=True)
         module.register_load_state_dict_post_hook(after_loading)
         for inner in {slot.module() for param in self._unit.managed for slot in param.slots}:
@@ -329,7 +329,3 @@ def _warn_of_pieces(module: nn.Module, prefix: str, _: bool) -> None:
             "state_dict() of the outermost wrapper, or this one inside summon_full_params().",
             stacklevel=4,
         )
-
-
-def _after_saving(instance: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    after_saving(instance, state_dict, prefix, instance._state_dict_settings)

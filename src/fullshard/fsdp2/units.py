@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard
 from fullshard.comm.select import default_comm
 from fullshard.engine.adoption import make_unit
 from fullshard.engine.hooks import Hooks
+from fullshard.engine.module_state import covered_modules
 from fullshard.engine.params.dtensor import DTensorParameter
 from fullshard.engine.params.form import ParamForm, UnitMesh
 from fullshard.engine.restoring import restoring
@@ -19,7 +20,7 @@ from fullshard.faces.coverage import (
     CoveredParameters,
     check_modules,
     check_parameters,
-    covered_modules,
+    check_shapes,
     ignored_names,
     move_tensors,
     root_modules,
@@ -96,6 +97,7 @@ def make_units(
     device = unit_device(default.mesh)
     covered = covered_modules(roots, is_composable)
     parameters = CoveredParameters(roots, covered, ignored_params or set())
+    check_shapes(parameters.names, kind.applied_by)
     check_parameters(parameters.names, device)
     groups = [
         (*_options(group, config), group.forms)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from fullshard.comm.outside_steps import gather_objects
 from fullshard.plan.boxes import Box, share, without
+from fullshard.plan.units import first_names
 from fullshard.state.holdings import ELSEWHERE, Holding
 from fullshard.state.host_memory import crc, host_bytes
 from fullshard.state.owners import num_ranks
@@ -28,8 +29,6 @@ Differing = Mapping[str, tuple[int, int]]  # by name, two ranks, the first of wh
 
 # By name, what tells boxes apart, and what tells their values apart.
 _Values = Mapping[str, tuple[str, str]]
-
-_NAMES_SHOWN = 3
 
 _Boxes = tuple[Box, ...]
 
@@ -180,11 +179,9 @@ def said_of_differing(names: Differing, *, taken: str) -> str:
     """
     if not names:
         return ""
-    shown = ", ".join([*names][:_NAMES_SHOWN])
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     number, other = next(iter(names.values()))
     return (
-        f"{shown}{more}: rank {other} has other values than rank {number}, whose are {taken}; nothing keeps "
+        f"{first_names([*names], 3)}: rank {other} has other values than rank {number}, whose are {taken}; nothing keeps "
         "them equal. Stages of a pipeline need different names of parameters. Copies of one model are kept "
         "equal by replicate, DistributedDataParallel, or a mesh with an axis that replicates."
     )

@@ -24,6 +24,7 @@ from fullshard.plan.boxes import tiling_fault, whole_box
 from fullshard.plan.gathering import Bucket, DividedTensor, MessagePart, plan_buckets
 from fullshard.state.copies import own_share
 from fullshard.state.holdings import Holding
+from fullshard.state.owners import num_ranks
 from fullshard.state.unit_parts import HeldBox
 
 _LABEL = "gathering whole tensors"
@@ -55,7 +56,7 @@ def gathered_wholes(
 
     Raises StateError, on all ranks alike, if ranks hold different tensors or lack elements.
     """
-    many = dist.is_initialized() and dist.get_world_size(group) > 1
+    many = num_ranks(group) > 1
     ranks = dist.get_process_group_ranks(group) if many else [0]
     shares: dict[str, list[HeldBox]] = {}
     for holding in map(own_share, holdings):

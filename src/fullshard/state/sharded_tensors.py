@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fullshard.engine.params.form import with_dtype
 from fullshard.errors import LayoutError, UnsupportedError
 from fullshard.plan.boxes import Box, Cut, Division, box_after, chunks, tiling_fault, whole_box
 from fullshard.plan.layout import Shape
@@ -23,7 +24,6 @@ from fullshard.torch_private import (
     ShardedTensorMetadata,
     ShardMetadata,
     StridedShard,
-    TensorMeta,
     TensorProperties,
 )
 
@@ -69,10 +69,7 @@ def sharded_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
     Not by `from_local`, which takes parts for equally large.
     """
-    meta = TensorMeta(spec.shape, spec.stride, local.dtype)
-    return DTensor(
-        local, DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False
-    )
+    return DTensor(local, with_dtype(spec, local.dtype), requires_grad=False)
 
 
 class ValueParts(NamedTuple):
@@ -92,7 +89,8 @@ def parts_of_value(
     """
     size = 1 if group is None else group.size()
     if group is not None and isinstance(value, ShardedTensor):
-        if _ranks(group) == _ranks(value._process_group):
+        ranks = dist.get_process_group_ranks(value._process_group)
+        if ranks == dist.get_process_group_ranks(group):
             return _of_sharded_tensor(value, shape, device)
     elif group is not None:
         axes = [axis for axis, placement in enumerate(value.placements) if placement.is_shard()]
@@ -100,7 +98,8 @@ def parts_of_value(
         if (
             plain
             and len(axes) == 1
-            and _ranks(value.device_mesh.get_group(axes[0])) == _ranks(group)
+            and dist.get_process_group_ranks(value.device_mesh.get_group(axes[0]))
+            == dist.get_process_group_ranks(group)
         ):
             boxes = chunks(shape, value.placements[axes[0]].dim, size)
             local = value._local_tensor.detach().to(device)
@@ -173,11 +172,6 @@ def _of_sharded_tensor(value: ShardedTensor, shape: Shape, device: torch.device)
         raise LayoutError(f"A ShardedTensor of shape {tuple(shape)}: {fault}.")
     here = [shard.tensor.detach().to(device) for shard in value.local_shards()]
     return ValueParts(division, here)
-
-
-def _ranks(group: dist.ProcessGroup) -> list[int]:
-    ranks: list[int] = dist.get_process_group_ranks(group)
-    return ranks
 
 
 def _place(rank: int, device: torch.device, group: dist.ProcessGroup | None) -> RemoteDevice:
