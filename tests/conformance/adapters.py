@@ -18,7 +18,7 @@ import fullshard
 from fullshard.engine.module_state import covered_modules
 from fullshard.engine.nodes import AfterBackward as RegisterPostBackwardFunction  # noqa: F401
 from fullshard.engine.params.flat import FLAT_PARAM  # noqa: F401
-from fullshard.faces.coverage import CoveredParameters
+from fullshard.faces.coverage import Covered
 from fullshard.faces.interop import FlatHandle, is_composable, state_view
 from fullshard.faces.meshes import default_mesh, mesh_info
 from fullshard.plan.boxes import chunks
@@ -133,14 +133,14 @@ def _get_managed_states(
 ) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
     modules = list(modules)
     buffers = dict.fromkeys(b for module in modules for b in module.buffers(recurse=False))
-    return list(CoveredParameters(modules, modules, ignored_params or set()).slots), list(buffers)
+    return list(Covered(modules, modules, ignored_params or set()).slots), list(buffers)
 
 
 def _get_param_module_infos(
     params: Sequence[nn.Parameter], modules: Iterable[nn.Module]
 ) -> list[ParamModuleInfo]:
     covered = covered_modules(modules)
-    slots = CoveredParameters(covered, covered, set()).slots
+    slots = Covered(covered, covered, set()).slots
     infos = []
     for param in params:
         first, *others = [(slot.module(), slot.name) for slot in slots[param]]

@@ -20,36 +20,26 @@ def root_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [m for m in dict.fromkeys(modules) if id(m) not in inside]
 
 
-def ignored_names(
-    modules: Iterable[nn.Module], ignored: Set[nn.Parameter]
-) -> dict[nn.Module, set[str]]:
-    """Return the attribute names of ignored parameters by module.
+class Covered:
+    """What one call to shard covers.
 
-    By name, since another parameter may be registered in the place of an ignored one later.
-    """
-    found: dict[nn.Module, set[str]] = {}
-    for module in modules if ignored else ():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter in ignored:
-                found.setdefault(module, set()).add(name)
-    return found
-
-
-class CoveredParameters:
-    """The parameters of covered modules.
-
+    modules: those whose parameters become units.
     slots: by parameter that is not sharded yet, where it is registered: several if it is tied.
     names: of the same ones, for messages, with the root's class: "Decoder: layers.0.weight".
     ties: registrations of parameters that an earlier call has sharded, each with its owner.
+    ignored: by module, the names of parameters to leave as they are. By name, since another parameter may
+        be registered in the place of one later.
     """
 
     def __init__(
         self,
         roots: Iterable[nn.Module],
-        covered: Iterable[nn.Module],
+        modules: Sequence[nn.Module],
         ignored: Set[nn.Parameter],
     ) -> None:
         """List parameters. roots: the modules of a call, below which they are named."""
+        self.modules = modules
+        self.ignored: dict[nn.Module, set[str]] = {}
         self.slots: dict[nn.Parameter, list[Slot]] = {}
         self.ties: list[tuple[ManagedParameter, Slot]] = []
         # By module, the root and the path below it.
@@ -58,9 +48,12 @@ class CoveredParameters:
             for root in roots
             for path, module in root.named_modules()
         }
-        for module in covered:
+        for module in modules:
             for name, parameter in module._parameters.items():
-                if parameter is None or parameter in ignored:
+                if parameter is None:
+                    continue
+                if parameter in ignored:
+                    self.ignored.setdefault(module, set()).add(name)
                     continue
                 if isinstance(module, torch.jit.ScriptModule):
                     raise UnsupportedError(
@@ -75,6 +68,12 @@ class CoveredParameters:
                 else:
                     self.slots.setdefault(parameter, []).append(slot)
         self.names = {parameter: self.where(places[0]) for parameter, places in self.slots.items()}
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers of the modules, once each."""
+        own = (buffer for module in self.modules for buffer in module.buffers(recurse=False))
+        return [*dict.fromkeys(own)]
 
     def where(self, slot: Slot) -> str:
         """Return where a parameter is registered, for messages: its path if that is below a root."""

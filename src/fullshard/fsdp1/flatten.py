@@ -11,7 +11,7 @@ from fullshard.engine.params.flat import FlatHolder, HiddenParameter, OwnedPiece
 from fullshard.engine.params.form import ParamForm, UnitMesh
 from fullshard.engine.unit import Unit, UnitComms
 from fullshard.errors import ShardingError
-from fullshard.faces.coverage import CoveredParameters, check_shapes
+from fullshard.faces.coverage import Covered, check_shapes
 from fullshard.faces.forms import check_mesh_of
 from fullshard.faces.interop import leave_unchecked
 from fullshard.plan.builders import flat_layout
@@ -22,20 +22,20 @@ from fullshard.torch_private import local_part
 
 def flat_unit(
     module: nn.Module,
-    parameters: CoveredParameters,
+    covered: Covered,
     mesh: UnitMesh,
     device: torch.device,
     config: UnitConfig,
     comms: UnitComms,
 ) -> Unit:
-    """Return a unit with these parameters in flat buffers.
+    """Return a unit with the parameters of a call in flat buffers.
 
     module: the one on which a flat parameter is registered. Raises ShardingError before anything is
     changed: for parameters that cannot be flattened, or that a nested instance has.
     """
     leave_unchecked()
-    names = parameters.names
-    _check_flattenable(parameters, mesh, config)
+    names = covered.names
+    _check_flattenable(covered, mesh, config)
     specs = [_param_spec(parameter, name, config) for parameter, name in names.items()]
     is_aligned = config.style is not ParamStyle.FLAT  # programs rely on a FlatParameter's size
     layout = flat_layout(specs, shard_size=mesh.plan.shard_size, is_aligned=is_aligned)
@@ -66,7 +66,7 @@ def flat_unit(
             stacklevel=4,
         )
     managed = []
-    for index, (parameter, slots) in enumerate(parameters.slots.items()):
+    for index, (parameter, slots) in enumerate(covered.slots.items()):
         form = ParamForm(unsharded=parameter._spec if isinstance(parameter, DTensor) else None)
         parameter._fsdp_flattened = True  # type: ignore[attr-defined] # PyTorch's mark, for libraries
         managed.append(
@@ -74,7 +74,7 @@ def flat_unit(
             if holder is None
             else HiddenParameter(parameter, slots, form, owned[index], holder)
         )
-    parameters.name_below(managed)
+    covered.name_below(managed)
     unit = make_unit(managed, mesh, device, config, layout, comms)
     if unit.flat_parameter is not None:
         unit.flat_parameter._fqns = names_below(unit)  # type: ignore[attr-defined]
@@ -98,20 +98,20 @@ def _param_spec(parameter: nn.Parameter, name: str, config: UnitConfig) -> Param
     )
 
 
-def _check_flattenable(parameters: CoveredParameters, mesh: UnitMesh, config: UnitConfig) -> None:
-    check_shapes(parameters.names, "FSDP")
-    for parameter, name in parameters.names.items():
+def _check_flattenable(covered: Covered, mesh: UnitMesh, config: UnitConfig) -> None:
+    check_shapes(covered.names, "FSDP")
+    for parameter, name in covered.names.items():
         if isinstance(parameter, DTensor):
             check_mesh_of(parameter._spec, mesh.groups, name)
-    for owner, slot in parameters.ties:
-        others = " and ".join(parameters.where(other) for other in owner.slots)
+    for owner, slot in covered.ties:
+        others = " and ".join(covered.where(other) for other in owner.slots)
         raise ShardingError(
-            f"{parameters.where(slot)} is {others}, the parameter of a nested FSDP instance, which would "
+            f"{covered.where(slot)} is {others}, the parameter of a nested FSDP instance, which would "
             "be gathered for that instance alone. Wrap the modules that share it together, in one "
             "instance."
         )
     if config.style is ParamStyle.FLAT:
-        _check_uniform(parameters.names)
+        _check_uniform(covered.names)
 
 
 def _check_uniform(names: dict[nn.Parameter, str]) -> None:

@@ -28,11 +28,7 @@ from fullshard.engine.runtime import eager, passing_through
 from fullshard.engine.unit import Unit, choose_comms
 from fullshard.engine.whole import WholeOptions, refusing_backward, whole_parameters
 from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
-from fullshard.faces.coverage import (
-    CoveredParameters,
-    ignored_names,
-    move_tensors,
-)
+from fullshard.faces.coverage import Covered, move_tensors
 from fullshard.faces.interop import FlatHandle, mark_managed
 from fullshard.fsdp1.auto_wrap import auto_wrap
 from fullshard.fsdp1.flatten import flat_unit, names_below
@@ -189,10 +185,10 @@ class FullyShardedDataParallel(StateDictMethods):
         self._hooks = Hooks([self], [unit], is_wrapper=True)
         self._state = self._hooks.state
         self._state.ignored.update(self._ignored.modules)
-        self._state.ignored_names.update(ignored_names(covered, self._ignored.params))
+        self._state.ignored_names.update(covered.ignored)
         for inner in self.fsdp_modules(module):
             inner._outer = weakref.ref(self)
-        mark_managed(covered, keeps_parameters=self._use_orig_params)
+        mark_managed(covered.modules, keeps_parameters=self._use_orig_params)
         self._register_state_dict_hooks()
 
     def _make_unit(
@@ -204,8 +200,8 @@ class FullyShardedDataParallel(StateDictMethods):
         device_id: int | str | torch.device | None,
         param_init_fn: Callable[[nn.Module], None] | None,
         sync_module_states: bool,
-    ) -> tuple[Unit, list[nn.Module]]:
-        """Wrap what a policy chooses, and flatten the rest; return the unit and its modules.
+    ) -> tuple[Unit, Covered]:
+        """Wrap what a policy chooses, and flatten the rest; return the unit and what it covers.
 
         If anything raises, the modules are made as they were before. Arguments, ranks and
         communication are settled before the first change.
@@ -223,22 +219,21 @@ class FullyShardedDataParallel(StateDictMethods):
             if wrap_children is not None:
                 wrap_children()
             self._fsdp_wrapped_module = module
-            covered: list[nn.Module] = []
+            modules: list[nn.Module] = []
             if state_of(module) is None:  # else it is wrapped, and its own unit has all parameters
-                covered = covered_modules([module], lambda each: each not in ignored.modules)
+                modules = covered_modules([module], lambda each: each not in ignored.modules)
             if not restores_all:
-                stack.enter_context(restoring(covered, what))
+                stack.enter_context(restoring(modules, what))
             # Values are made before they are broadcast, and moved to where groups communicate.
-            check_parameters(covered, ignored, device_id)
-            materialise(covered, ignored, self.compute_device, param_init_fn)
-            parameters = CoveredParameters([self.module], covered, ignored.params)
-            buffers = list(dict.fromkeys(b for m in covered for b in m.buffers(recurse=False)))
+            check_parameters(modules, ignored, device_id)
+            materialise(modules, ignored, self.compute_device, param_init_fn)
+            covered = Covered([self.module], modules, ignored.params)
             home = torch.device("cpu") if config.offload_to_cpu else self.compute_device
-            move_tensors(parameters.slots, home)
-            move_tensors(buffers, self.compute_device)
+            move_tensors(covered.slots, home)
+            move_tensors(covered.buffers, self.compute_device)
             if sync_module_states:
-                broadcast_states([*parameters.slots, *buffers], mesh)
-            unit = flat_unit(self.module, parameters, mesh, self.compute_device, config, comms)
+                broadcast_states([*covered.slots, *covered.buffers], mesh)
+            unit = flat_unit(self.module, covered, mesh, self.compute_device, config, comms)
         return unit, covered
 
     @staticmethod

@@ -342,10 +342,8 @@ class FSDPModule:
         Raises StateError where the group has none.
         """
         for unit in self._units(recurse=False):
-            use_process_group_memory(
-                unit, "set_allocate_memory_from_process_group_for_comm", enable=enable
-            )
-            self._reconnect()
+            use_process_group_memory(unit, enable=enable)
+        self._reconnect()
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Stage communication in symmetric memory, for which NCCL has faster kernels.
@@ -353,8 +351,8 @@ class FSDPModule:
         Raises StateError where the group is not NCCL's.
         """
         for unit in self._units(recurse=False):
-            use_symmetric_memory(unit, "set_symm_mem_for_comm", backend)
-            self._reconnect()
+            use_symmetric_memory(unit, backend)
+        self._reconnect()
 
     # Inside
 

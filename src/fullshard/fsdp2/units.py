@@ -17,11 +17,10 @@ from fullshard.engine.restoring import restoring
 from fullshard.engine.unit import choose_comms
 from fullshard.errors import ShardingError, UnsupportedError
 from fullshard.faces.coverage import (
-    CoveredParameters,
+    Covered,
     check_modules,
     check_parameters,
     check_shapes,
-    ignored_names,
     move_tensors,
     root_modules,
 )
@@ -95,44 +94,42 @@ def make_units(
     check_modules(given, kind.applied_by)
     roots = root_modules(given)
     device = unit_device(default.mesh)
-    covered = covered_modules(roots, is_composable)
-    parameters = CoveredParameters(roots, covered, ignored_params or set())
-    check_shapes(parameters.names, kind.applied_by)
-    check_parameters(parameters.names, device)
-    groups = [
-        (*_options(group, config), group.forms)
-        for group in _group_by_mesh(parameters.names, default, shard_placement_fn, config.mp_policy)
-    ]
-    comms = [choose_comms(place, device, own_config) for place, own_config, _ in groups]
+    covered = Covered(roots, covered_modules(roots, is_composable), ignored_params or set())
+    check_shapes(covered.names, kind.applied_by)
+    check_parameters(covered.names, device)
+    groups = _group_by_mesh(covered.names, default, shard_placement_fn, config.mp_policy)
+    placed = [_options(group, config) for group in groups]
+    comms = [choose_comms(place, device, own_config) for place, own_config in placed]
 
     # Whatever may refuse the call comes before this line. After it, only memory may be lacking.
-    with restoring(covered, f"{kind.applied_by} of {', '.join(type(r).__name__ for r in roots)}"):
-        move_tensors((b for m in covered for b in m.buffers(recurse=False)), device)
+    what = f"{kind.applied_by} of {', '.join(type(r).__name__ for r in roots)}"
+    with restoring(covered.modules, what):
+        move_tensors(covered.buffers, device)
         if not config.offload_to_cpu:  # else the shards are moved, once they are cut
-            move_tensors(parameters.slots, device)
+            move_tensors(covered.slots, device)
         made = []
-        for (place, own_config, forms), own_comms in zip(groups, comms, strict=True):
+        for group, (place, own_config), own_comms in zip(groups, placed, comms, strict=True):
             managed = [
                 DTensorParameter(
                     parameter,
-                    parameters.slots[parameter],
+                    covered.slots[parameter],
                     form,
                     place.plan,
                     is_offloaded=config.offload_to_cpu,
                 )
-                for parameter, form in forms.items()
+                for parameter, form in group.forms.items()
             ]
-            parameters.name_below(managed)
+            covered.name_below(managed)
             made.append(make_unit(managed, place, device, own_config, comms=own_comms))
     # Nothing below allocates memory of parameters, so nothing below has to be restored.
-    parameters.connect_ties()
+    covered.connect_ties()
     state = Hooks(roots, made).state
     state.ignored.update(m for r in roots for m in r.modules() if not is_composable(m))
-    state.ignored_names.update(ignored_names(covered, ignored_params or set()))
+    state.ignored_names.update(covered.ignored)
     for root in roots:
         root.__class__ = sharded_class(type(root), kind)
     mark_sharded(roots, kind.applied_by)
-    mark_managed(covered)
+    mark_managed(covered.modules)
     return module
 
 
@@ -161,12 +158,9 @@ def _group_by_mesh(
             "nothing is sharded over it."
         )
     for parameter, name in names.items():
-        info, placement = default, None
-        result = placement_fn(parameter) if placement_fn is not None else None
-        if isinstance(result, ShardPlacementResult):
-            info, placement = result.mesh_info, result.placement
-        else:
-            placement = result
+        info, placement = default, placement_fn(parameter) if placement_fn is not None else None
+        if isinstance(placement, ShardPlacementResult):
+            info, placement = placement.mesh_info, placement.placement
         if id(info) not in groups:
             place = unit_mesh(info)
             if any(group.place.groups == place.groups for group in groups.values()):
@@ -176,8 +170,7 @@ def _group_by_mesh(
                     "shard_placement_fn."
                 )
             groups[id(info)] = _Group(info, place, {})
-        form = param_form(parameter, placement, info, policy, name)
-        groups[id(info)].forms[parameter] = form
+        groups[id(info)].forms[parameter] = param_form(parameter, placement, info, policy, name)
     return list(groups.values()) or [_Group(default, unit_mesh(default), {})]
 
 
