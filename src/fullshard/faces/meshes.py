@@ -172,7 +172,7 @@ def mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> Dat
 
 
 def replicate_mesh_info(
-    mesh: DeviceMesh, dims: DataParallelMeshDims | None = None
+    mesh: DeviceMesh, dims: DataParallelMeshDims | None
 ) -> DataParallelMeshInfo:
     """Return a mesh on which nothing is sharded: 1-D, or as ``dims`` says.
 

@@ -79,7 +79,7 @@ class _ModelTensors:
         self._plain: list[Callable[[], Any]] = []
         self._num_buffers = 0
 
-    def refresh(self, *, writes: str = "") -> None:
+    def refresh(self, *, writes: str) -> None:
         """Look them up, as `holdings_of` does."""
         structure = structure_of(self.model)
         holdings = holdings_in(structure, writes=writes)

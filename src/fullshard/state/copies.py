@@ -48,14 +48,11 @@ def _unnumbered(holdings: Sequence[Holding]) -> dict[str, Any]:
 
 
 def numbered(
-    holdings: Sequence[Holding],
-    group: dist.ProcessGroup | None,
-    digests: Sequence[bytes] | None = None,
+    holdings: Sequence[Holding], group: dist.ProcessGroup | None, digests: Sequence[bytes]
 ) -> list[Holding]:
     """Give every holding its number among the ranks that hold the same boxes. Collective.
 
-    digests: of all ranks' unnumbered holdings, if they are known. Nothing is sent if they are equal, as
-    with plain modules.
+    digests: of all ranks' unnumbered holdings. Nothing is sent if they are equal, as with plain modules.
 
     What is numbered here, the engine does not keep equal, so it is the first rank's that holds it: were
     ranks to differ, a mixture would be a model that no rank had. Where boxes overlap that are not the
@@ -65,8 +62,6 @@ def numbered(
     unknown = _unnumbered(holdings)
     if num_ranks(group) == 1:
         return [h if h.copies else h._replace(copies=1) for h in holdings]
-    if digests is None:
-        digests = gather_objects(digest_of_unnumbered(holdings), group, _LABEL)
     # By name, the different boxes that ranks hold, and the ranks that hold them.
     holders: dict[str, dict[_Boxes, list[int]]] = {}
     if len(set(digests)) > 1:
@@ -96,7 +91,7 @@ def numbered_and_compared(
     taken: what is done with the values of the first of two ranks, such as "saved". Collective.
     """
     if num_ranks(group) == 1:
-        return numbered(holdings, group)
+        return numbered(holdings, group, [])
     own = digest_of_unnumbered(holdings), digest_of_values(holdings)
     told = gather_objects(own, group, _LABEL)
     if len(set(told)) > 1:

@@ -67,7 +67,7 @@ def sharded_values(
     indices: Sequence[int],
     locals_: Sequence[torch.Tensor],
     *,
-    dtensors: bool = False,
+    dtensors: bool,
 ) -> list[torch.Tensor | ShardedTensor]:
     """Return the values of a sharded state dict, one per local, of a unit that is sharded. Collective.
 
