@@ -61,30 +61,6 @@ class MixedPrecisionPolicy:
                 "from a parameter to a torch.dtype or None."
             )
 
-    def for_parameter(self, parameter: nn.Parameter, name: str) -> torch.dtype | None:
-        """Return the compute dtype that ``param_dtype_override_fn`` chooses; None if it does not.
-
-        name: for messages. Raises ShardingError if the function returns anything else than the
-        parameter's dtype, ``param_dtype`` or None.
-        """
-        if self.param_dtype_override_fn is None:
-            return None
-        chosen = self.param_dtype_override_fn(parameter)
-        if chosen is None:
-            return None
-        if not isinstance(chosen, torch.dtype):
-            raise ShardingError(
-                "param_dtype_override_fn must return a torch.dtype or None but got "
-                f"{type(chosen)} for {name}."
-            )
-        if chosen not in (self.param_dtype, parameter.dtype):
-            raise ShardingError(
-                "param_dtype_override_fn must return None, param_dtype, or the parameter's original "
-                f"dtype but got {chosen} for {name}, a parameter with dtype {parameter.dtype} and "
-                f"param_dtype {self.param_dtype}."
-            )
-        return chosen
-
     def resolved(self, chosen: torch.dtype | None) -> "MixedPrecisionPolicy":
         """Return the policy for one parameter: with the dtype chosen for it, without the function."""
         if self.param_dtype_override_fn is None:

@@ -15,9 +15,10 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 import fullshard
+from fullshard.engine.module_state import covered_modules
 from fullshard.engine.nodes import AfterBackward as RegisterPostBackwardFunction  # noqa: F401
 from fullshard.engine.params.flat import FLAT_PARAM  # noqa: F401
-from fullshard.faces.coverage import CoveredParameters, covered_modules
+from fullshard.faces.coverage import Covered
 from fullshard.faces.interop import FlatHandle, is_composable, state_view
 from fullshard.faces.meshes import default_mesh, mesh_info
 from fullshard.plan.boxes import chunks
@@ -41,7 +42,7 @@ clean_tensor_name = clean_name
 
 FSDP = fullshard.FullyShardedDataParallel
 FSDP._state_dict_type = property(lambda self: self._state_dict_settings.state_dict_type)
-FSDP._inter_node_pg = property(lambda self: self._ranks.replicate_group)
+FSDP._inter_node_pg = property(lambda self: self._unit.mesh.replicate_group)
 FSDP._wait_unshard_streams_on_current_stream = lambda self: None  # no streams on a CPU
 _params = FSDP.params
 
@@ -132,13 +133,14 @@ def _get_managed_states(
 ) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
     modules = list(modules)
     buffers = dict.fromkeys(b for module in modules for b in module.buffers(recurse=False))
-    return list(CoveredParameters(modules, ignored_params or set()).slots), list(buffers)
+    return list(Covered(modules, modules, ignored_params or set()).slots), list(buffers)
 
 
 def _get_param_module_infos(
     params: Sequence[nn.Parameter], modules: Iterable[nn.Module]
 ) -> list[ParamModuleInfo]:
-    slots = CoveredParameters(covered_modules(modules), set()).slots
+    covered = covered_modules(modules)
+    slots = Covered(covered, covered, set()).slots
     infos = []
     for param in params:
         first, *others = [(slot.module(), slot.name) for slot in slots[param]]

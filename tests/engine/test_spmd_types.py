@@ -678,19 +678,19 @@ def test_nothing_of_ours_imports_the_package() -> None:
 def test_nothing_is_registered_before_the_package_is_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fullshard.faces import annotated
+    from fullshard.faces import forms, interop
 
     monkeypatch.delitem(sys.modules, "spmd_types", raising=False)
-    monkeypatch.setattr(annotated, "_register_engine", pytest.fail)
-    annotated.leave_unchecked()
+    monkeypatch.setattr(interop, "_register_engine", pytest.fail)
+    interop.leave_unchecked()
     info: Any = None  # not looked at
-    assert annotated.annotated_form(nn.Parameter(torch.ones(2)), None, info, "weight") is None
+    assert forms._annotated_form(nn.Parameter(torch.ones(2)), 0, info, "weight") is None
 
 
 def test_versions_that_cannot_leave_functions_unchecked_are_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fullshard.faces import annotated
+    from fullshard.faces import interop
 
     monkeypatch.setitem(sys.modules, "spmd_types", ModuleType("spmd_types"))  # as before 0.3
-    annotated.leave_unchecked(print)
+    interop.leave_unchecked(print)

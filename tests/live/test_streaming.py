@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import fullshard
 from fullshard.errors import ShardingError, StateError
 from fullshard.state import gathering
-from fullshard.state.copies import numbered
+from fullshard.state.copies import numbered_and_compared
 from fullshard.state.holdings import holdings_of
 from tests.api import Api
 from tests.fsdp1.models import net
@@ -127,7 +127,7 @@ def test_messages_are_no_larger_than_a_bucket(api: Api) -> None:
 
     gathering.all_gather = noted
     try:
-        held = numbered(holdings_of(model), None)
+        held = numbered_and_compared(holdings_of(model), None, taken="given to all")
         list(gathering.gathered_wholes(held, None, bucket_nbytes=4096))
     finally:
         gathering.all_gather = original

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fullshard.plan.boxes import Box, Cut, box_after, boxes_of_run, whole_box
 from fullshard.plan.gathering import DividedTensor, plan_buckets
-from fullshard.plan.sizes import round_up
+from fullshard.plan.layout import round_up
 
 shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
 

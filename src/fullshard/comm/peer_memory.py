@@ -34,8 +34,7 @@ from fullshard.comm.packing import Region
 from fullshard.comm.ring import LINE, StagingComm, Stretch
 from fullshard.comm.shared_memory import UnavailableError
 from fullshard.peers.groups import backend_name
-from fullshard.plan.layout import BucketLayout, Route
-from fullshard.plan.sizes import round_up
+from fullshard.plan.layout import BucketLayout, Route, round_up
 
 
 class PeerMemoryComm(StagingComm):

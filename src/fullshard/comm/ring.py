@@ -35,8 +35,7 @@ from fullshard.comm.packing import copy_in_gradients
 from fullshard.comm.shared_memory import SharedMemory, UnavailableError
 from fullshard.errors import CommError
 from fullshard.peers.flight_record import FlightRecord, keep_record
-from fullshard.plan.layout import BucketLayout
-from fullshard.plan.sizes import round_up
+from fullshard.plan.layout import BucketLayout, round_up
 
 # Bytes of a cache line. Stretches and the fields in them begin on one, so that ranks which write
 # next to each other do not share a line, and every dtype is aligned.

@@ -9,7 +9,7 @@ construction in every bit, with any number of ranks, in the memory of a few tens
 
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -31,15 +31,8 @@ P = ParamSpec("P")
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
-class _Construction(NamedTuple):
-    """A recorded construction. random_state: of the CPU's generator when it ended."""
-
-    record: ConstructionRecord
-    random_state: torch.Tensor
-
-
 # By module: its construction, and its tensors by name.
-_built: "weakref.WeakKeyDictionary[nn.Module, tuple[_Construction, dict[str, MemoryView]]]"
+_built: "weakref.WeakKeyDictionary[nn.Module, tuple[ConstructionRecord, dict[str, MemoryView]]]"
 _built = weakref.WeakKeyDictionary()
 
 
@@ -61,12 +54,13 @@ def deferred_init(build: Callable[P, ModelT], *args: P.args, **kwargs: P.kwargs)
     recorder = Recorder()
     with AsIfWithMemory(recorder), recorder:
         model = build(*args, **kwargs)
-    construction = _Construction(recorder.record, torch.get_rng_state())
+    record = recorder.record
+    record.random_state_after = torch.get_rng_state()
     for module in model.modules():
         tensors = (*module._parameters.items(), *module._buffers.items())
         known = {n: v for n, t in tensors if t is not None and (v := recorder.known_view(t))}
         if known:
-            _built[module] = construction, known
+            _built[module] = record, known
     return model
 
 
@@ -90,8 +84,8 @@ def materialize(model: ModelT, *, device: torch.device | str | None = None) -> M
     _allocate(model, device)
     holdings = holdings_of(model, writes="materialize")
     targets = _targets(model, holdings)
-    for construction in {id(each): each for each in known}.values():
-        _fill(construction, targets)
+    for record in {id(each): each for each in known}.values():
+        _fill(record, targets)
     tell_loaded(holdings)
     for module in model.modules():
         _built.pop(module, None)
@@ -142,8 +136,7 @@ def _copy_into(holding: Holding) -> Callable[[torch.Tensor], object]:
     return copy
 
 
-def _fill(construction: _Construction, targets: _CopyTargets) -> None:
-    record = construction.record
+def _fill(record: ConstructionRecord, targets: _CopyTargets) -> None:
     written = record.written()
 
     def done_with(memory: int, storage: torch.UntypedStorage) -> None:
@@ -157,5 +150,6 @@ def _fill(construction: _Construction, targets: _CopyTargets) -> None:
     before = torch.get_rng_state()
     torch.set_rng_state(record.random_state)
     replay(record, record.operations, done_with)
-    if not torch.equal(before, construction.random_state):
+    assert record.random_state_after is not None
+    if not torch.equal(before, record.random_state_after):
         torch.set_rng_state(before)

@@ -72,10 +72,11 @@ class ConstructionRecord:
     """All that a construction computes.
 
     operations: in order. constants: memories that had values from the start. nbytes: of each memory.
-    random_state: of the CPU's generator when it began.
+    random_state: of the CPU's generator when it began. random_state_after: when it ended; None until then.
     """
 
     random_state: torch.Tensor
+    random_state_after: torch.Tensor | None = None
     operations: list[Operation] = dataclasses.field(default_factory=list)
     constants: dict[int, torch.UntypedStorage] = dataclasses.field(default_factory=dict)
     nbytes: dict[int, int] = dataclasses.field(default_factory=dict)

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 from fullshard.comm import collectives
 from fullshard.comm.select import default_comm, set_default_comm
 from fullshard.drop_in.on_cpu import is_sharding_on_cpus, shard_as_libraries_do, shard_on_cpus
+from fullshard.engine.module_state import flat_states
 from fullshard.engine.params.flat import FlatParameter
 from fullshard.errors import StateError
 from fullshard.faces import interop, meshes
 from fullshard.fsdp1 import auto_wrap, wrap_policies
 from fullshard.fsdp1 import options as fsdp1_options
 from fullshard.fsdp1.module import FullyShardedDataParallel
-from fullshard.fsdp1.recognition import recognise_again
+from fullshard.fsdp1.recognition import recognise
 from fullshard.fsdp2 import module as fsdp2_module
 from fullshard.fsdp2.fully_shard import fully_shard, replicate
 from fullshard.fsdp2.module import FSDPModule, ReplicateModule, sharded_classes
@@ -231,7 +232,8 @@ def uninstall() -> None:
     """Restore every name that `install` set. What fullshard has sharded stays sharded."""
     shard_as_libraries_do()
     _names.undo()
-    recognise_again(FullyShardedDataParallel)
+    if flat_states():  # made while torch had our class itself
+        recognise(FullyShardedDataParallel)
 
 
 def _wrappers() -> list[Any]:

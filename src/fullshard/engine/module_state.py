@@ -298,18 +298,7 @@ class ModuleState:
 
     def own_modules(self) -> list[nn.Module]:
         """Return the modules, and those below them that have no state of their own."""
-        found: dict[nn.Module, None] = {}
-
-        def visit(module: nn.Module) -> None:
-            if module not in found and module not in self.ignored:
-                found[module] = None
-                for child in module.children():
-                    if state_of(child) is None:
-                        visit(child)
-
-        for module in self.modules:
-            visit(module)
-        return list(found)
+        return covered_modules(self.modules, lambda each: each not in self.ignored)
 
     def look_for_strays(self) -> None:
         """Warn of parameters that were added since the modules were sharded."""
@@ -375,6 +364,28 @@ def state_of(module: nn.Module) -> ModuleState | None:
     """Return the state of a sharded module; None for any other."""
     hooks = module.__dict__.get(HOOKS)
     return None if hooks is None else hooks.state
+
+
+def covered_modules(
+    roots: Iterable[nn.Module], is_covered: Callable[[nn.Module], bool] = lambda _: True
+) -> list[nn.Module]:
+    """Return the roots and the modules below them, except those that an earlier call sharded.
+
+    is_covered: a module for which it returns False is left out with everything below.
+    """
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        if module in found or not is_covered(module):
+            return
+        found[module] = None
+        for child in module.children():
+            if state_of(child) is None:
+                visit(child)
+
+    for root in roots:
+        visit(root)
+    return list(found)
 
 
 def state_of_unit(unit: Unit) -> ModuleState | None:

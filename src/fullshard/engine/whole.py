@@ -287,8 +287,8 @@ def _check_shapes(unit: Unit, fulls: Sequence[torch.Tensor | None], *, agreed: b
             )
     if agreed:
         label = f"{unit.path}: comparing shapes"
-        for group in (unit.mesh.shard_group, unit.mesh.replicate_group):
-            if group is not None and dist.get_world_size(group) > 1:
+        for group in unit.mesh.groups:
+            if dist.get_world_size(group) > 1:
                 fault = broadcast_object(fault, 0, group, label)
     if fault:
         raise MisuseError(fault)

@@ -1,1 +1,1 @@
-"""Used by both APIs to build units: coverage, meshes, and private names that libraries read."""
+"""Used by both APIs to build units: coverage, meshes, forms, and private names that libraries read."""

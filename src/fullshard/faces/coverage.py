@@ -1,6 +1,6 @@
 """Find and check the modules and parameters that one call to shard covers."""
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from fullshard.engine.params.dtensor import has_extension
 from fullshard.engine.params.managed import ManagedParameter, Slot, owner_of
 from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
 from fullshard.plan.units import clean_name
-from fullshard.torch_private import forward_unimplemented
+from fullshard.torch_private import forward_unimplemented, local_part
 
 
 def root_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -20,56 +20,40 @@ def root_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [m for m in dict.fromkeys(modules) if id(m) not in inside]
 
 
-def covered_modules(
-    roots: Iterable[nn.Module], is_covered: Callable[[nn.Module], bool] = lambda _: True
-) -> list[nn.Module]:
-    """Return the roots and the modules below them, except those that an earlier call sharded.
+class Covered:
+    """What one call to shard covers.
 
-    is_covered: a module for which it returns False is left out with everything below.
-    """
-    found: dict[nn.Module, None] = {}
-
-    def visit(module: nn.Module) -> None:
-        if module in found or not is_covered(module):
-            return
-        found[module] = None
-        for child in module.children():
-            if state_of(child) is None:
-                visit(child)
-
-    for root in roots:
-        visit(root)
-    return list(found)
-
-
-def ignored_names(
-    modules: Iterable[nn.Module], ignored: Set[nn.Parameter]
-) -> dict[nn.Module, set[str]]:
-    """Return the attribute names of ignored parameters by module.
-
-    By name, since another parameter may be registered in the place of an ignored one later.
-    """
-    found: dict[nn.Module, set[str]] = {}
-    for module in modules if ignored else ():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter in ignored:
-                found.setdefault(module, set()).add(name)
-    return found
-
-
-class CoveredParameters:
-    """The parameters of covered modules.
-
+    modules: those whose parameters become units.
     slots: by parameter that is not sharded yet, where it is registered: several if it is tied.
+    names: of the same ones, for messages, with the root's class: "Decoder: layers.0.weight".
     ties: registrations of parameters that an earlier call has sharded, each with its owner.
+    ignored: by module, the names of parameters to leave as they are. By name, since another parameter may
+        be registered in the place of one later.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], ignored: Set[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        roots: Iterable[nn.Module],
+        modules: Sequence[nn.Module],
+        ignored: Set[nn.Parameter],
+    ) -> None:
+        """List parameters. roots: the modules of a call, below which they are named."""
+        self.modules = modules
+        self.ignored: dict[nn.Module, set[str]] = {}
         self.slots: dict[nn.Parameter, list[Slot]] = {}
         self.ties: list[tuple[ManagedParameter, Slot]] = []
+        # By module, the root and the path below it.
+        self._paths = {
+            module: (type(root).__name__, path)
+            for root in roots
+            for path, module in root.named_modules()
+        }
         for module in modules:
             for name, parameter in module._parameters.items():
-                if parameter is None or parameter in ignored:
+                if parameter is None:
+                    continue
+                if parameter in ignored:
+                    self.ignored.setdefault(module, set()).add(name)
                     continue
                 if isinstance(module, torch.jit.ScriptModule):
                     raise UnsupportedError(
@@ -83,6 +67,27 @@ class CoveredParameters:
                     self.ties.append((owner, slot))
                 else:
                     self.slots.setdefault(parameter, []).append(slot)
+        self.names = {parameter: self.where(places[0]) for parameter, places in self.slots.items()}
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers of the modules, once each."""
+        own = (buffer for module in self.modules for buffer in module.buffers(recurse=False))
+        return [*dict.fromkeys(own)]
+
+    def where(self, slot: Slot) -> str:
+        """Return where a parameter is registered, for messages: its path if that is below a root."""
+        module = slot.module()
+        if module not in self._paths:
+            return f"{slot.name} of {type(module).__name__}"
+        root, path = self._paths[module]
+        return f"{root}: {clean_name(f'{path}.{slot.name}')}"
+
+    def name_below(self, params: Iterable[ManagedParameter]) -> None:
+        """Name parameters by their paths below the roots, until the model's own root is known."""
+        for param in params:
+            places = ((self._paths[slot.module()][1], slot.name) for slot in param.slots)
+            param.names = [clean_name(f"{path}.{name}") for path, name in places]
 
     def connect_ties(self) -> None:
         """Register the sharded form of parameters that a unit of an earlier call manages."""
@@ -126,26 +131,31 @@ def check_modules(modules: Sequence[nn.Module], api: str) -> None:
         )
 
 
-def qualified_names(roots: Iterable[nn.Module], slots: Iterable[list[Slot]]) -> list[str]:
-    """Return names for messages, with the root's class: "Decoder: layers.0.weight"."""
-    path_of = {
-        id(module): f"{type(root).__name__}: {path + '.' if path else ''}"
-        for root in roots
-        for path, module in root.named_modules()
-    }
-    return [path_of[id(places[0].module())] + places[0].name for places in slots]
+@torch.no_grad()
+def move_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Move parameters or buffers to a device, with their gradients.
+
+    They stay the same objects, since users and optimizers may hold them. What is on the meta device stays
+    there, and so do DTensors, which are where their mesh is.
+    """
+    for tensor in tensors:
+        if tensor.is_meta or tensor.device == device or isinstance(tensor, DTensor):
+            continue
+        if type(tensor.data) is torch.Tensor:
+            tensor.data = tensor.to(device)
+            if tensor.grad is not None:
+                tensor.grad.data = tensor.grad.to(device)
+        else:
+            # A subclass (float8, int8) is swapped as a whole: setting `.data` would not move its inner
+            # tensors.
+            moved = tensor.to(device)
+            if isinstance(tensor, nn.Parameter):
+                moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, moved)
 
 
-def name_below(roots: Iterable[nn.Module], params: Iterable[ManagedParameter]) -> None:
-    """Name parameters by their paths below the modules of a call, until the root is known."""
-    path_of = {id(module): path for root in roots for path, module in root.named_modules()}
-    for param in params:
-        places = ((path_of[id(slot.module())], slot.name) for slot in param.slots)
-        param.names = [clean_name(f"{path}.{name}") for path, name in places]
-
-
-def check_parameters(names: dict[nn.Parameter, str], device: torch.device) -> None:
-    """Raise ShardingError or UnsupportedError for what cannot be sharded on ``device``."""
+def check_shapes(names: dict[nn.Parameter, str], api: str) -> None:
+    """Raise ShardingError for parameters that have no shape yet, and for those of no dims."""
     for parameter, name in names.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ShardingError(
@@ -153,10 +163,15 @@ def check_parameters(names: dict[nn.Parameter, str], device: torch.device) -> No
             )
         if parameter.dim() == 0:
             raise ShardingError(
-                f"fully_shard doesn't support scalar parameters: {name}. Change "
-                f"{name.rsplit(': ')[-1]} to a 1D tensor with numel equal to 1."
+                f"{api} doesn't support scalar parameters. Change {name.rsplit(': ')[-1]} to a 1D "
+                f"tensor with numel equal to 1. It is {name}."
             )
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+
+
+def check_parameters(names: dict[nn.Parameter, str], device: torch.device) -> None:
+    """Raise ShardingError or UnsupportedError for what cannot be sharded by rows on ``device``."""
+    for parameter, name in names.items():
+        local = local_part(parameter.data)
         has_extension(local, name)
         if local.layout is not torch.strided:
             raise UnsupportedError(

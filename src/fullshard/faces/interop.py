@@ -2,23 +2,33 @@
 
 Pipeline schedules reduce gradients through ``fully_shard.state(module)``. Composable APIs look for
 a mark in a module's registry, and ``torch.compile`` for marks on the module. The classes here are
-views with PyTorch's names: they own nothing, and two views of the same object are equal.
+views with PyTorch's names: they own nothing, and two views of the same object are equal. A library that
+checks what programs compute is told to leave the engine out (`leave_unchecked`).
 """
 
 import collections
-from collections.abc import Iterable
+import functools
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from fullshard.engine.adoption import adopt
+from fullshard.engine.hooks import Hooks
+from fullshard.engine.iteration import Iteration
 from fullshard.engine.module_state import ModuleState, state_of
+from fullshard.engine.nodes import AfterBackwardInTransforms, BeforeBackward, watch_output
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError
 from fullshard.plan.units import WRAPPED_MODULE
 from fullshard.policies import MixedPrecisionPolicy, TrainingState
+from fullshard.process_hooks import register
 from fullshard.torch_private import REGISTRY_KEY, RegistryItem, registry_of
 
 
@@ -256,3 +266,44 @@ def mark_managed(modules: Iterable[nn.Module], *, keeps_parameters: bool = True)
     for module in modules:
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = keeps_parameters  # type: ignore[assignment]
+
+
+# The package `spmd_types` checks types of what a program computes, on request. Nothing here imports it: who has
+# not imported it checks nothing.
+
+# Classes that work with the engine's own tensors alone, and what else does. Not the hooks of a forward:
+# their casts, and the nodes on a module's inputs, hand the types of the user's tensors on.
+_OWN_CLASSES = (Iteration, ModuleState, Unit)
+_OWN_FUNCTIONS = (Hooks.before_backward, Hooks.after_backward, Hooks.end_backward, watch_output)
+_WHY = "types are checked of what programs compute, not of the engine's own work"
+
+
+def leave_unchecked(*functions: Callable[..., Any]) -> None:
+    """Keep the engine's own work, and these functions, out of type checking.
+
+    Does nothing before the program has imported the package; each call to shard comes here again. Versions
+    before 0.3, which torchtitan 0.3 pins, cannot leave out functions: where types are checked, they stop
+    in the engine.
+    """
+    spmd = sys.modules.get("spmd_types")
+    if spmd is None or not hasattr(spmd, "register_no_typecheck"):
+        return
+    _register_engine(spmd)
+    for function in functions:
+        register(spmd.register_no_typecheck, function, why=_WHY)
+
+
+@functools.cache
+def _register_engine(spmd: ModuleType) -> None:
+    # By their code, which the checker looks for on the stack when it meets an operation. A context
+    # around them would cost time in each step of programs that check nothing, and would not reach the
+    # threads in which autograd runs hooks on a device.
+    of_classes = itertools.chain(*(vars(owner).values() for owner in _OWN_CLASSES))
+    for each in (*_OWN_FUNCTIONS, *of_classes):
+        function = each.fget if isinstance(each, property) else each
+        if inspect.isfunction(function):
+            register(spmd.register_no_typecheck, function, why=_WHY)
+    # Types pass these, which the checker cannot look into. Outside of transforms, inputs are copied by
+    # ``view_as``, whose types it knows.
+    for node in (AfterBackwardInTransforms, BeforeBackward):
+        register(spmd.register_local_autograd_function, node, why=_WHY)

@@ -1,4 +1,4 @@
-"""Translate device meshes into the numbers, process groups and DTensor specs that a unit needs.
+"""Translate device meshes into the numbers and process groups that a unit needs.
 
 Three kinds of mesh reach `fully_shard`:
 
@@ -14,18 +14,16 @@ Names are PyTorch's (``torch.distributed.fsdp._fully_shard``), because libraries
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Shard
 
-from fullshard.engine.params.form import ParamForm, UnitMesh
-from fullshard.errors import MeshError, MisuseError, ShardingError, UnsupportedError
+from fullshard.engine.params.form import UnitMesh
+from fullshard.errors import MeshError, MisuseError
 from fullshard.plan.mesh import MeshPlan
-from fullshard.torch_private import DTensorSpec, StridedShard, TensorMeta, default_group
+from fullshard.torch_private import default_group
 
 
 @dataclasses.dataclass
@@ -174,7 +172,7 @@ def mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> Dat
 
 
 def replicate_mesh_info(
-    mesh: DeviceMesh, dims: DataParallelMeshDims | None = None
+    mesh: DeviceMesh, dims: DataParallelMeshDims | None
 ) -> DataParallelMeshInfo:
     """Return a mesh on which nothing is sharded: 1-D, or as ``dims`` says.
 
@@ -221,7 +219,7 @@ def check_groups(
     for axis, order in ((sharded, list), (replicated, sorted)):
         if axis is None:
             continue
-        group = _ranks_of(mesh.get_group(axis))
+        group: list[int] = dist.get_process_group_ranks(mesh.get_group(axis))
         for row in mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist():
             # All rows, so that all ranks refuse: what another row's group is, its ranks alone know.
             own = dist.get_rank() in row
@@ -234,13 +232,6 @@ def check_groups(
                     "another's place. Build the mesh of ranks that ascend along this axis, or of such groups "
                     "with DeviceMesh.from_group (new_group sorts ranks, unless it gets sort_ranks=False)."
                 )
-
-
-def check_groups_of(own: DTensorSpec, name: str) -> None:
-    """Raise MeshError as `check_groups` for the mesh of a DTensor that is a parameter."""
-    for axis, placement in enumerate(own.placements):
-        if not placement.is_replicate():
-            check_groups(own.mesh, sharded=axis, replicated=None, what=f"Parts of {name}")
 
 
 def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
@@ -277,29 +268,6 @@ def unit_device(mesh: DeviceMesh) -> torch.device:
             f"init_device_mesh({here!r}, ...)."
         )
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
-
-
-def param_form(
-    parameter: nn.Parameter, placement: Shard | None, info: DataParallelMeshInfo, name: str
-) -> ParamForm:
-    """Return what a parameter becomes: its spec as a sharded DTensor, and its form while unsharded.
-
-    placement: the dim to shard; None for dim 0. name: for messages. Raises ShardingError for a
-    placement or a parameter that does not fit the mesh.
-    """
-    dim = shard_dim(parameter, placement, info, name)
-    if not isinstance(parameter, DTensor):
-        if info.is_spmd_mesh:
-            raise ShardingError(
-                f"{name} is a plain tensor. When dp_mesh_dims is provided, all parameters must be "
-                "DTensors on the full SPMD mesh: apply distribute_module to the model first."
-            )
-        meta = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
-        placements = _data_parallel(info, Shard(dim))
-        return ParamForm(DTensorSpec(info.mesh, placements, tensor_meta=meta), dim)
-    if info.is_spmd_mesh:
-        return spmd_form(parameter._spec, dim, info, name)
-    return _tensor_parallel_form(parameter._spec, dim, info, name)
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
@@ -339,62 +307,6 @@ def _named_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParall
     return HSDPMeshInfo(both, 1, 0, dp_mesh_dims=dims, spmd_mesh=mesh)
 
 
-def _data_parallel(info: DataParallelMeshInfo, innermost: Placement) -> tuple[Placement, ...]:
-    """Return one placement per dim of the data-parallel mesh: ``innermost`` on the shard dim."""
-    return tuple(
-        innermost if axis == info.shard_mesh_dim else Replicate() for axis in range(info.mesh.ndim)
-    )
-
-
-def shard_dim(
-    parameter: nn.Parameter, placement: Shard | None, info: DataParallelMeshInfo, name: str
-) -> int:
-    """Return the dim that a parameter is cut along. Raises as `param_form` does."""
-    if placement is None:
-        return 0
-    if not isinstance(placement, Shard):
-        raise ShardingError(
-            f"{name}: Invalid shard_placement_fn result: {placement!r}. Return Shard(dim), a "
-            "ShardPlacementResult or None."
-        )
-    ndim = parameter.dim()
-    dim = placement.dim + ndim if placement.dim < 0 else placement.dim
-    if not 0 <= dim < ndim:
-        raise MisuseError(
-            f"Shard dim {placement.dim} is invalid for {ndim}D tensor: {name}, "
-            f"{tuple(parameter.shape)}. Choose a dim from 0 to {ndim - 1}."
-        )
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    size, _, _ = info._axis(info.shard_mesh_dim)
-    if dim > 0 and local.size(dim) % size != 0:
-        raise UnsupportedError(
-            f"FSDP does not support uneven sharding on dim {dim}: {name}, {tuple(local.shape)} "
-            f"over {size} ranks. Shard dim 0, where any size works."
-        )
-    return dim
-
-
-def _shard_before(dim: int, split_factor: int) -> Placement:
-    # Mesh dims behind this one cut the same tensor dim in ``split_factor`` parts.
-    return StridedShard(dim, split_factor=split_factor) if split_factor > 1 else Shard(dim)
-
-
-def _tensor_parallel_form(
-    own: DTensorSpec, dim: int, info: DataParallelMeshInfo, name: str
-) -> ParamForm:
-    """Return the form of a DTensor on another mesh: the data-parallel mesh comes in front of it."""
-    if len(own.placements) > 2:
-        raise UnsupportedError(
-            f"{name} is a DTensor on {len(own.placements)} mesh dims; tensor and expert parallel "
-            "make at most two. Pass the whole mesh with dp_mesh_dims= instead."
-        )
-    check_groups_of(own, name)
-    refuse_overlap(own, info.mesh.get_all_groups(), name)
-    mesh = DeviceMesh._concatenate([info.mesh, own.mesh])
-    spec = tensor_parallel_spec(mesh, _data_parallel(info, Shard(dim)), own)
-    return ParamForm(spec, dim, unsharded=own)
-
-
 def joined_mesh(place: UnitMesh, inner: DeviceMesh) -> DeviceMesh | None:
     """Return the dims of a unit's mesh and of the mesh of a DTensor that it shards, as one mesh.
 
@@ -416,107 +328,3 @@ def joined_mesh(place: UnitMesh, inner: DeviceMesh) -> DeviceMesh | None:
     if all(name in order for name in dims):
         dims = {name: dims[name] for name in order if name in dims}
     return root if tuple(dims) == order else DeviceMesh._concatenate(list(dims.values()))
-
-
-def refuse_overlap(own: DTensorSpec, groups: Iterable[dist.ProcessGroup | None], name: str) -> None:
-    """Raise MeshError for a DTensor whose mesh shares ranks with the groups to shard or replicate over.
-
-    own: its mesh. name: of the parameter. What is added up over a group has to be the same part on
-    all of its ranks.
-    """
-    below = {rank for group in own.mesh.get_all_groups() for rank in _ranks_of(group)}
-    for group in groups:
-        both = below.intersection(_ranks_of(group)) if group is not None else ()
-        if len(both) > 1:
-            raise MeshError(
-                f"{name} is a DTensor on {own.mesh}, and its ranks {sorted(both)} are data-parallel ranks "
-                "too. Shard over the other dims of the mesh alone, such as mesh['dp']."
-            )
-
-
-def _ranks_of(group: dist.ProcessGroup) -> list[int]:
-    ranks: list[int] = dist.get_process_group_ranks(group)
-    return ranks
-
-
-def tensor_parallel_spec(
-    mesh: DeviceMesh, data_parallel: tuple[Placement, ...], own: DTensorSpec
-) -> DTensorSpec:
-    """Return the spec of a DTensor whose parts are cut again over data-parallel axes in front.
-
-    mesh: the data-parallel axes, then the DTensor's own ones. On a tensor dim that both cut, the
-    axes in front have `StridedShard`: rank (1, 0) of (2, 2) has the second quarter of the rows,
-    while with `Shard` it would have the third.
-    """
-    front = tuple(
-        _shard_before(placement.dim, own.num_shards_map[placement.dim])
-        if isinstance(placement, Shard)
-        else placement
-        for placement in data_parallel
-    )
-    return DTensorSpec(mesh, (*front, *own.placements), tensor_meta=own.tensor_meta)
-
-
-def spmd_form(own: DTensorSpec, dim: int, info: DataParallelMeshInfo, name: str) -> ParamForm:
-    """Return the form of a DTensor on the whole mesh: its data-parallel dims become sharded.
-
-    own: its mesh, placements and shape. dim: along which it is cut. Raises ShardingError for another
-    mesh, and for a DTensor that is not whole on the data-parallel dims.
-    """
-    dims = info.dp_mesh_dims
-    assert dims is not None
-    if info.spmd_mesh is not None and own.mesh != info.spmd_mesh:
-        raise ShardingError(
-            f"{name}: expected a DTensor on the mesh passed to fully_shard, {info.spmd_mesh}, but "
-            f"it is on {own.mesh}."
-        )
-    check_groups_of(own, name)
-    known = own.mesh.mesh_dim_names or ()
-    shard_axes = [known.index(n) for n in dims.shard_names]
-    replicate_axes = [known.index(n) for n in dims.replicate_names]
-    for axis in (*shard_axes, *replicate_axes):
-        if not isinstance(own.placements[axis], Replicate):
-            raise ShardingError(
-                f"{name}: expected Replicate() on the data-parallel dim {known[axis]!r} but got "
-                f"{own.placements[axis]}. Distribute it over the other dims alone."
-            )
-    placements = list(own.placements)
-    # Later axes that cut the same dim have done so already, and a data-parallel axis cuts their
-    # parts again: hence `StridedShard`, as in `tensor_parallel_spec`.
-    for axis in shard_axes:
-        inner = range(axis + 1, own.mesh.ndim)
-        factor = 1
-        for other in inner:
-            placement = own.placements[other]
-            if isinstance(placement, (Shard, StridedShard)) and placement.dim == dim:
-                factor *= own.mesh.size(other)
-        placements[axis] = _shard_before(dim, factor)
-    mesh = own.mesh
-    if len(shard_axes) > 1:
-        mesh, placements = _flattened(mesh, placements, shard_axes, replicate_axes, info)
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=own.tensor_meta)
-    return ParamForm(
-        spec, dim, unsharded=own, reduced_axes=frozenset((*shard_axes, *replicate_axes))
-    )
-
-
-def _flattened(
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shard_axes: Sequence[int],
-    replicate_axes: Sequence[int],
-    info: DataParallelMeshInfo,
-) -> tuple[DeviceMesh, list[Placement]]:
-    """Return mesh and placements with the flattened data-parallel mesh in place of its dims."""
-    names = mesh.mesh_dim_names
-    assert names is not None
-    parts: list[DeviceMesh] = []
-    result: list[Placement] = []
-    for axis, placement in enumerate(placements):
-        if axis == shard_axes[0]:
-            parts.append(info.mesh)
-            result.extend(_data_parallel(info, placement))
-        elif axis not in (*shard_axes, *replicate_axes):
-            parts.append(mesh[names[axis]])
-            result.append(placement)
-    return DeviceMesh._concatenate(parts), result

@@ -45,8 +45,7 @@ def set_unused(
             f"set_unused: a module that ranks may skip has gradients on some ranks only, so {unused!r} cannot "
             "be kept. Pass 'zero'."
         )
-    modules = module.modules() if recurse else [module]
-    states = states_in(modules)
+    states = states_in(module.modules() if recurse else [module])
     if not states:
         raise ShardingError(
             f"set_unused: {type(module).__name__} is not sharded. Call fully_shard or "

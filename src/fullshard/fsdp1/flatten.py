@@ -1,7 +1,6 @@
 """Make one flat unit of the parameters of modules."""
 
 import warnings
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -10,37 +9,33 @@ from torch.distributed.tensor import DTensor
 from fullshard.engine.adoption import make_unit
 from fullshard.engine.params.flat import FlatHolder, HiddenParameter, OwnedPiece, PieceParameter
 from fullshard.engine.params.form import ParamForm, UnitMesh
-from fullshard.engine.params.managed import Slot
 from fullshard.engine.unit import Unit, UnitComms
 from fullshard.errors import ShardingError
-from fullshard.faces.annotated import leave_unchecked
-from fullshard.faces.coverage import CoveredParameters, name_below, qualified_names
-from fullshard.faces.meshes import check_groups_of, refuse_overlap
+from fullshard.faces.coverage import Covered, check_shapes
+from fullshard.faces.forms import check_mesh_of
+from fullshard.faces.interop import leave_unchecked
 from fullshard.plan.builders import flat_layout
 from fullshard.plan.layout import ParamSpec
-from fullshard.plan.units import clean_name
 from fullshard.policies import ParamStyle, UnitConfig
+from fullshard.torch_private import local_part
 
 
 def flat_unit(
     module: nn.Module,
-    covered: Iterable[nn.Module],
+    covered: Covered,
     mesh: UnitMesh,
     device: torch.device,
     config: UnitConfig,
-    ignored_params: set[nn.Parameter],
     comms: UnitComms,
 ) -> Unit:
-    """Return a unit with the parameters of the covered modules in flat buffers.
+    """Return a unit with the parameters of a call in flat buffers.
 
     module: the one on which a flat parameter is registered. Raises ShardingError before anything is
     changed: for parameters that cannot be flattened, or that a nested instance has.
     """
     leave_unchecked()
-    parameters = CoveredParameters(covered, ignored_params)
-    paths = qualified_names([module], parameters.slots.values())
-    names = dict(zip(parameters.slots, paths, strict=True))
-    _check_flattenable(module, names, parameters, mesh, config)
+    names = covered.names
+    _check_flattenable(covered, mesh, config)
     specs = [_param_spec(parameter, name, config) for parameter, name in names.items()]
     is_aligned = config.style is not ParamStyle.FLAT  # programs rely on a FlatParameter's size
     layout = flat_layout(specs, shard_size=mesh.plan.shard_size, is_aligned=is_aligned)
@@ -55,10 +50,9 @@ def flat_unit(
     holder = None
     if config.style is ParamStyle.FLAT and names:
         first = next(iter(names))
-        local = first._local_tensor if isinstance(first, DTensor) else first
         holder = FlatHolder(
             module,
-            local.detach(),
+            local_part(first).detach(),
             requires_grad=first.requires_grad,
             is_part=mesh.plan.shard_size > 1,
         )
@@ -72,7 +66,7 @@ def flat_unit(
             stacklevel=4,
         )
     managed = []
-    for index, (parameter, slots) in enumerate(parameters.slots.items()):
+    for index, (parameter, slots) in enumerate(covered.slots.items()):
         form = ParamForm(unsharded=parameter._spec if isinstance(parameter, DTensor) else None)
         parameter._fsdp_flattened = True  # type: ignore[attr-defined] # PyTorch's mark, for libraries
         managed.append(
@@ -80,65 +74,44 @@ def flat_unit(
             if holder is None
             else HiddenParameter(parameter, slots, form, owned[index], holder)
         )
-    name_below([module], managed)
+    covered.name_below(managed)
     unit = make_unit(managed, mesh, device, config, layout, comms)
     if unit.flat_parameter is not None:
-        unit.flat_parameter._fqns = names_below(module, unit)  # type: ignore[attr-defined]
+        unit.flat_parameter._fqns = names_below(unit)  # type: ignore[attr-defined]
     return unit
 
 
-def names_below(module: nn.Module, unit: Unit) -> list[str]:
-    """Return the paths of the unit's parameters below a module, without prefixes of wrappers."""
-    paths = qualified_names([module], [param.slots for param in unit.managed])
-    return [clean_name(path.partition(": ")[2]) for path in paths]
+def names_below(unit: Unit) -> list[str]:
+    """Return the paths of a flat unit's parameters below its own module, without prefixes of wrappers."""
+    return [param.name.removeprefix(f"{unit.name}.") for param in unit.managed]
 
 
 def _param_spec(parameter: nn.Parameter, name: str, config: UnitConfig) -> ParamSpec:
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     dtype = parameter.dtype
     low = config.mp_policy.param_dtype if dtype.is_floating_point else None
     return ParamSpec(
-        name, tuple(local.shape), dtype, low or dtype, trainable=parameter.requires_grad
+        name,
+        tuple(local_part(parameter).shape),
+        dtype,
+        low or dtype,
+        trainable=parameter.requires_grad,
     )
 
 
-def _check_flattenable(
-    root: nn.Module,
-    names: dict[nn.Parameter, str],
-    parameters: CoveredParameters,
-    mesh: UnitMesh,
-    config: UnitConfig,
-) -> None:
-    for parameter, name in names.items():
+def _check_flattenable(covered: Covered, mesh: UnitMesh, config: UnitConfig) -> None:
+    check_shapes(covered.names, "FSDP")
+    for parameter, name in covered.names.items():
         if isinstance(parameter, DTensor):
-            check_groups_of(parameter._spec, name)
-            refuse_overlap(parameter._spec, (mesh.shard_group, mesh.replicate_group), name)
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ShardingError(
-                f"{name} is not initialised yet (lazy module). Run the module once, then wrap it."
-            )
-        if parameter.dim() == 0:
-            raise ShardingError(
-                "FSDP doesn't support scalar parameters. Change "
-                f"{name.rsplit(': ')[-1]} to a 1D tensor with numel equal to 1. It is {name}."
-            )
-    for owner, slot in parameters.ties:
-        others = " and ".join(_where(root, other) for other in owner.slots)
+            check_mesh_of(parameter._spec, mesh.groups, name)
+    for owner, slot in covered.ties:
+        others = " and ".join(covered.where(other) for other in owner.slots)
         raise ShardingError(
-            f"{_where(root, slot)} is {others}, the parameter of a nested FSDP instance, which would "
+            f"{covered.where(slot)} is {others}, the parameter of a nested FSDP instance, which would "
             "be gathered for that instance alone. Wrap the modules that share it together, in one "
             "instance."
         )
     if config.style is ParamStyle.FLAT:
-        _check_uniform(names)
-
-
-def _where(root: nn.Module, slot: Slot) -> str:
-    """Return where a parameter is registered, for messages: its path if that is below the root."""
-    for path, module in root.named_modules():
-        if module is slot.module():
-            return f"{type(root).__name__}: {clean_name(f'{path}.{slot.name}')}"
-    return f"{slot.name} of {type(slot.module()).__name__}"
+        _check_uniform(covered.names)
 
 
 def _check_uniform(names: dict[nn.Parameter, str]) -> None:

@@ -20,14 +20,15 @@ from typing_extensions import Self
 
 from fullshard.comm.select import default_comm
 from fullshard.engine.hooks import Hooks
-from fullshard.engine.module_state import state_of
+from fullshard.engine.module_state import covered_modules, state_of
 from fullshard.engine.params.flat import FlatParameter
+from fullshard.engine.params.form import UnitMesh
 from fullshard.engine.restoring import restoring
 from fullshard.engine.runtime import eager, passing_through
 from fullshard.engine.unit import Unit, choose_comms
 from fullshard.engine.whole import WholeOptions, refusing_backward, whole_parameters
 from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
-from fullshard.faces.coverage import covered_modules, ignored_names
+from fullshard.faces.coverage import Covered, move_tensors
 from fullshard.faces.interop import FlatHandle, mark_managed
 from fullshard.fsdp1.auto_wrap import auto_wrap
 from fullshard.fsdp1.flatten import flat_unit, names_below
@@ -42,18 +43,16 @@ from fullshard.fsdp1.recognition import recognise
 from fullshard.fsdp1.setup import (
     Ignored,
     ProcessGroups,
-    ShardingRanks,
     broadcast_states,
     check_parameters,
     choose_ranks,
     compute_device,
     find_ignored,
     materialise,
-    move,
 )
 from fullshard.fsdp1.state_dicts import StateDictMethods
 from fullshard.fsdp1.wrap_policies import CustomPolicy, ModuleWrapPolicy
-from fullshard.fsdp2.module import UnshardHandle, start_unshard
+from fullshard.fsdp2.module import UnshardHandle, unshard
 from fullshard.optim.grad_norm import clip_grad_norm_
 from fullshard.plan.units import WRAPPED_MODULE, clean_name
 from fullshard.policies import (
@@ -133,13 +132,12 @@ class FullyShardedDataParallel(StateDictMethods):
             )
         self._ignored = find_ignored(module, ignored_modules, ignored_states)
         self.compute_device = compute_device(device_id, device_mesh)
-        self._ranks: ShardingRanks = choose_ranks(
+        mesh, self._strategy = choose_ranks(
             process_group,
             sharding_strategy,
             device_mesh,
             wraps_children=auto_wrap_policy is not None,
         )
-        self._device_mesh = device_mesh
         self.cpu_offload = cpu_offload or CPUOffload()
         self.mixed_precision = mixed_precision or MixedPrecision()
         self.backward_prefetch = backward_prefetch
@@ -150,9 +148,10 @@ class FullyShardedDataParallel(StateDictMethods):
         self._computes_fully_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         wrap_children = None
         if auto_wrap_policy is not None:
-            if device_mesh is None and self._ranks.replicate_group is not None:
+            if device_mesh is None and len(mesh.groups) > 1:
                 # Passed on, so that hybrid groups are made once for the whole model.
-                process_group = self._ranks.shard_group, self._ranks.replicate_group
+                shard_group, replicate_group = mesh.groups
+                process_group = shard_group, replicate_group
             wrap_children = functools.partial(
                 auto_wrap,
                 module,
@@ -177,6 +176,7 @@ class FullyShardedDataParallel(StateDictMethods):
             )
         unit, covered = self._make_unit(
             module,
+            mesh,
             wrap_children,
             device_id=device_id,
             param_init_fn=param_init_fn,
@@ -185,27 +185,28 @@ class FullyShardedDataParallel(StateDictMethods):
         self._hooks = Hooks([self], [unit], is_wrapper=True)
         self._state = self._hooks.state
         self._state.ignored.update(self._ignored.modules)
-        self._state.ignored_names.update(ignored_names(covered, self._ignored.params))
+        self._state.ignored_names.update(covered.ignored)
         for inner in self.fsdp_modules(module):
             inner._outer = weakref.ref(self)
-        mark_managed(covered, keeps_parameters=self._use_orig_params)
+        mark_managed(covered.modules, keeps_parameters=self._use_orig_params)
         self._register_state_dict_hooks()
 
     def _make_unit(
         self,
         module: nn.Module,
+        mesh: UnitMesh,
         wrap_children: Callable[[], None] | None,
         *,
         device_id: int | str | torch.device | None,
         param_init_fn: Callable[[nn.Module], None] | None,
         sync_module_states: bool,
-    ) -> tuple[Unit, list[nn.Module]]:
-        """Wrap what a policy chooses, and flatten the rest; return the unit and its modules.
+    ) -> tuple[Unit, Covered]:
+        """Wrap what a policy chooses, and flatten the rest; return the unit and what it covers.
 
         If anything raises, the modules are made as they were before. Arguments, ranks and
         communication are settled before the first change.
         """
-        config, mesh, ignored = _unit_config(self), self._ranks.mesh, self._ignored
+        config, ignored = _unit_config(self), self._ignored
         comms = choose_comms(mesh, self.compute_device, config)  # may raise: so before any change
         what = f"FullyShardedDataParallel of {type(module).__name__}"
         # Restoring keeps whole parameters alive until all of a module is wrapped. Host memory has
@@ -218,20 +219,21 @@ class FullyShardedDataParallel(StateDictMethods):
             if wrap_children is not None:
                 wrap_children()
             self._fsdp_wrapped_module = module
-            covered: list[nn.Module] = []
+            modules: list[nn.Module] = []
             if state_of(module) is None:  # else it is wrapped, and its own unit has all parameters
-                covered = covered_modules([module], lambda each: each not in ignored.modules)
+                modules = covered_modules([module], lambda each: each not in ignored.modules)
             if not restores_all:
-                stack.enter_context(restoring(covered, what))
+                stack.enter_context(restoring(modules, what))
             # Values are made before they are broadcast, and moved to where groups communicate.
-            check_parameters(covered, ignored, device_id)
-            materialise(covered, ignored, self.compute_device, param_init_fn)
-            move(covered, ignored, self.compute_device, offload=self.cpu_offload.offload_params)
+            check_parameters(modules, ignored, device_id)
+            materialise(modules, ignored, self.compute_device, param_init_fn)
+            covered = Covered([self.module], modules, ignored.params)
+            home = torch.device("cpu") if config.offload_to_cpu else self.compute_device
+            move_tensors(covered.slots, home)
+            move_tensors(covered.buffers, self.compute_device)
             if sync_module_states:
-                broadcast_states(covered, ignored, mesh)
-            unit = flat_unit(
-                self.module, covered, mesh, self.compute_device, config, ignored.params, comms
-            )
+                broadcast_states([*covered.slots, *covered.buffers], mesh)
+            unit = flat_unit(self.module, covered, mesh, self.compute_device, config, comms)
         return unit, covered
 
     @staticmethod
@@ -263,12 +265,12 @@ class FullyShardedDataParallel(StateDictMethods):
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks that parameters are sharded over, or replicated over if nothing is sharded."""
-        return self._ranks.shard_group
+        return self._unit.mesh.groups[0]
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
         """The strategy in effect. In a group of one rank it is NO_SHARD, unless hybrid."""
-        return self._ranks.strategy
+        return self._strategy
 
     @property
     def rank(self) -> int:
@@ -321,7 +323,7 @@ class FullyShardedDataParallel(StateDictMethods):
         grads = iter(unit.gradients.flat_gradients())
         for flat, has_grad in zip(unit.flat_shards, trainable, strict=True):
             views.append(FlatParameter(flat, requires_grad=has_grad))
-            views[-1]._fqns = names_below(self.module, unit)  # type: ignore[attr-defined]
+            views[-1]._fqns = names_below(unit)  # type: ignore[attr-defined]
             views[-1].grad = next(grads, None) if has_grad else None
         return views
 
@@ -376,11 +378,7 @@ class FullyShardedDataParallel(StateDictMethods):
         Values written to the unsharded parameters do not reach the shards. See
         `FSDPModule.unshard`.
         """
-        handle = start_unshard([self._unit])
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        return unshard([self._unit], async_op=async_op)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise MisuseError(

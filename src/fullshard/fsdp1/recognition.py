@@ -24,7 +24,6 @@ _MODULE = "torch.distributed.checkpoint.state_dict"
 _STATE_OF = "_get_module_fsdp_state_if_fully_sharded_module"
 _HYBRID = "HYBRID_SHARDING_STRATEGIES"
 _names = Replacements("torch's distributed state dicts recognise wrappers of fullshard")
-_wanted: set[type] = set()  # classes that `recognise` was ever called with
 
 
 class _Either(type):
@@ -85,7 +84,6 @@ def recognise(ours: type[StateDictMethods]) -> None:
 
     Does nothing if they do already, after an earlier call or through `install`.
     """
-    _wanted.add(ours)
     module: Any = importlib.import_module(_MODULE)
     theirs = module.FSDP
     if theirs is ours or isinstance(theirs, _Either):
@@ -101,12 +99,6 @@ def recognise(ours: type[StateDictMethods]) -> None:
         _names.set(module, _STATE_OF, state_of)
     if (strategies := getattr(module, _HYBRID, None)) is not None:
         _names.set(module, _HYBRID, [*strategies, *HYBRID_SHARDING_STRATEGIES])
-
-
-def recognise_again(ours: type[StateDictMethods]) -> None:
-    """Call `recognise` again if it was called before: for `uninstall`, which undoes its effect."""
-    if ours in _wanted:
-        recognise(ours)
 
 
 def _as_ours(config: Any) -> Any:

@@ -7,28 +7,34 @@ import contextlib
 import socket
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 import fullshard.host as host  # noqa: PLR0402  (`from fullshard` would ask for a public name)
 from fullshard.comm.outside_steps import gather_objects, run_collective
 from fullshard.engine.adoption import keeping_ties
-from fullshard.engine.checks.meta import mark_unwritten, marking_to_empty, places_on_meta
+from fullshard.engine.checks.meta import marking_to_empty
 from fullshard.engine.module_state import state_of
 from fullshard.engine.params.form import UnitMesh
 from fullshard.engine.params.managed import owner_of, said_grad_dtype
 from fullshard.errors import MeshError, ShardingError, StateError, UnsupportedError
-from fullshard.faces.meshes import check_groups, unit_device
+from fullshard.faces.meshes import (
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    check_groups,
+    unit_device,
+    unit_mesh,
+)
 from fullshard.fsdp1.options import HYBRID_SHARDING_STRATEGIES, ShardingStrategy
 from fullshard.plan.mesh import MeshPlan
 from fullshard.plan.units import clean_name
-from fullshard.torch_private import default_group
+from fullshard.torch_private import default_group, local_part
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 
@@ -38,18 +44,6 @@ class Ignored(NamedTuple):
 
     modules: set[nn.Module]
     params: set[nn.Parameter]
-
-
-class ShardingRanks(NamedTuple):
-    """The ranks over which a module is sharded and replicated, and the strategy that results.
-
-    shard_group: the replicas' group if nothing is sharded. replicate_group: of hybrid strategies.
-    """
-
-    mesh: UnitMesh
-    strategy: ShardingStrategy
-    shard_group: dist.ProcessGroup
-    replicate_group: dist.ProcessGroup | None
 
 
 # Ignored
@@ -133,8 +127,8 @@ def choose_ranks(
     mesh: DeviceMesh | None,
     *,
     wraps_children: bool,
-) -> ShardingRanks:
-    """Return the ranks to shard over, from process groups or from a mesh.
+) -> tuple[UnitMesh, ShardingStrategy]:
+    """Return the ranks to shard over, from process groups or from a mesh, and the strategy that results.
 
     wraps_children: whether a policy passes the groups on; without one, a hybrid strategy needs
     groups that nested instances can share. Collective where groups are made. Raises ShardingError
@@ -158,18 +152,21 @@ def choose_ranks(
             f"Manual wrapping with {strategy} requires explicit specification of process group or "
             "device_mesh, which nested instances have to share."
         )
-    shard_group, replicate_group = _hybrid_groups(process_group, mesh)
-    plan = MeshPlan(
-        shard_group.size(), shard_group.rank(), replicate_group.size(), replicate_group.rank()
-    )
-    return ShardingRanks(
-        UnitMesh(mesh, plan, shard_group, replicate_group), strategy, shard_group, replicate_group
-    )
+    if mesh is not None:
+        if mesh.ndim != 2:
+            raise ShardingError(
+                f"Expected device_mesh to have ndim=2 but got {mesh.ndim}: a hybrid strategy takes "
+                "(replicate, shard)."
+            )
+        return unit_mesh(HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)), strategy
+    within, across = _hybrid_groups(process_group)
+    plan = MeshPlan(within.size(), within.rank(), across.size(), across.rank())
+    return UnitMesh(None, plan, within, across), strategy
 
 
 def _over_one_group(
     group: dist.ProcessGroup, strategy: ShardingStrategy, mesh: DeviceMesh | None
-) -> ShardingRanks:
+) -> tuple[UnitMesh, ShardingStrategy]:
     if group.size() == 1 and strategy is not ShardingStrategy.NO_SHARD:
         warnings.warn(
             f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.",
@@ -183,29 +180,21 @@ def _over_one_group(
             FutureWarning,
             stacklevel=4,
         )
-    if strategy is ShardingStrategy.NO_SHARD:
-        plan = MeshPlan(1, 0, group.size(), group.rank())
-        return ShardingRanks(UnitMesh(mesh, plan, None, group), strategy, group, None)
-    if mesh is not None:
-        check_groups(mesh, sharded=0, replicated=None)
-        if mesh.ndim > 1:  # over which sharded state dicts divide values, as PyTorch does
-            check_groups(mesh, sharded=mesh.ndim - 1, replicated=None, what="Values")
-    plan = MeshPlan(group.size(), group.rank())
-    return ShardingRanks(UnitMesh(mesh, plan, group, None), strategy, group, None)
+    is_sharded = strategy is not ShardingStrategy.NO_SHARD
+    if mesh is None:
+        size, rank = group.size(), group.rank()
+        if is_sharded:
+            return UnitMesh(None, MeshPlan(size, rank), group, None), strategy
+        return UnitMesh(None, MeshPlan(1, 0, size, rank), None, group), strategy
+    if not is_sharded:
+        return unit_mesh(DDPMeshInfo(mesh, replicate_mesh_dim=0)), strategy
+    if mesh.ndim > 1:  # over which sharded state dicts divide values, as PyTorch does
+        check_groups(mesh, sharded=mesh.ndim - 1, replicated=None, what="Values")
+    return unit_mesh(FSDPMeshInfo(mesh, shard_mesh_dim=0)), strategy
 
 
-def _hybrid_groups(
-    process_group: ProcessGroups, mesh: DeviceMesh | None
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def _hybrid_groups(process_group: ProcessGroups) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return (the group to shard over, the group to replicate over)."""
-    if mesh is not None:
-        if mesh.ndim != 2:
-            raise ShardingError(
-                f"Expected device_mesh to have ndim=2 but got {mesh.ndim}: a hybrid strategy takes "
-                "(replicate, shard)."
-            )
-        check_groups(mesh, sharded=1, replicated=0)
-        return mesh.get_group(mesh_dim=1), mesh.get_group(mesh_dim=0)
     if process_group is None:
         return _groups_by_host(_default_group())
     if isinstance(process_group, tuple) and len(process_group) == 2:
@@ -349,9 +338,8 @@ def materialise(
 def _reset(on_meta: dict[nn.Module, list[str]], device: torch.device) -> None:
     """Give modules memory, and values by their ``reset_parameters()``."""
     for module, names in on_meta.items():
-        places = places_on_meta(module, recurse=False)
-        module.to_empty(device=device, recurse=False)
-        mark_unwritten(places)
+        with marking_to_empty(module):
+            module.to_empty(device=device, recurse=False)
         reset = getattr(module, "reset_parameters", None)
         if reset is None:
             warnings.warn(
@@ -418,58 +406,24 @@ def check_parameters(covered: Iterable[nn.Module], ignored: Ignored, device_id: 
         )
 
 
-def move(
-    covered: Iterable[nn.Module], ignored: Ignored, device: torch.device, *, offload: bool
-) -> None:
-    """Move parameters and buffers to ``device``, or parameters to the CPU if they are offloaded.
-
-    Parameters stay the same objects, since users and optimizers may hold them.
-    """
-    for module in covered:
-        for parameter in module.parameters(recurse=False):
-            target = torch.device("cpu") if offload else device
-            if parameter in ignored.params or owner_of(parameter) is not None:
-                continue
-            if parameter.device != target:
-                with torch.no_grad():
-                    parameter.data = parameter.to(target)
-                    if parameter.grad is not None:
-                        parameter.grad.data = parameter.grad.to(target)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
-
-
 @torch.no_grad()
-def broadcast_states(covered: Iterable[nn.Module], ignored: Ignored, place: UnitMesh) -> None:
-    """Give every rank the parameters and buffers of the first one.
+def broadcast_states(tensors: Sequence[torch.Tensor], place: UnitMesh) -> None:
+    """Give every rank the values of the first one.
 
     First over the shard group, and then over the replicas', whose first is that of the mesh: each
     such group may have another order.
     """
-    for group in (place.shard_group, place.replicate_group):
-        if group is None:
-            continue
+    for group in place.groups:
         source = 0
-        if (
-            group is place.replicate_group
-            and place.mesh is not None
-            and place.shard_group is not None
-        ):
+        # Not with NO_SHARD, whose mesh has the replicas alone.
+        if group is place.replicate_group and len(place.groups) > 1 and place.mesh is not None:
             column = place.mesh.mesh[:, place.plan.shard_rank].tolist()
             source = dist.get_group_rank(group, column[0])
-        for tensor in _states(covered, ignored):
+        for tensor in tensors:
             run_collective(
-                dist.broadcast, tensor, group=group, group_src=source, label="sync_module_states"
+                dist.broadcast,
+                local_part(tensor.detach()),
+                group=group,
+                group_src=source,
+                label="sync_module_states",
             )
-
-
-def _states(covered: Iterable[nn.Module], ignored: Ignored) -> Iterator[torch.Tensor]:
-    seen: set[int] = set()
-    for module in covered:
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            if id(tensor) in seen or tensor in ignored.params or owner_of(tensor) is not None:  # type: ignore[arg-type]
-                continue
-            seen.add(id(tensor))
-            local = tensor.detach()
-            yield local._local_tensor if isinstance(local, DTensor) else local

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.engine.module_state import ModuleState
 from fullshard.engine.runtime import passing_through
 from fullshard.engine.unit import Unit, UnitPhase
 from fullshard.errors import MisuseError, StateError
-from fullshard.fsdp1.setup import ShardingRanks
 from fullshard.plan.units import WRAPPED_MODULE
 from fullshard.state.model import after_loading, after_saving, before_loading, before_saving
 from fullshard.state.optim import SaveOptions, Values, load, save
@@ -62,8 +60,6 @@ class StateDictMethods(nn.Module):
 
     _state_dict_settings: StateDictSettings
     _state: ModuleState
-    _ranks: ShardingRanks
-    _device_mesh: DeviceMesh | None  # as given
 
     @property
     @passing_through
@@ -92,7 +88,7 @@ class StateDictMethods(nn.Module):
         settings = default_settings(state_dict_type, state_dict_config, optim_state_dict_config)
         before = StateDictMethods.get_state_dict_type(module)
         for instance in _instances(module):
-            has_mesh = instance._device_mesh is not None
+            has_mesh = instance._unit.mesh.mesh is not None
             if has_mesh and state_dict_type is StateDictType.LOCAL_STATE_DICT:
                 raise StateError(
                     "DeviceMesh is not compatible with LOCAL_STATE_DICT. Use SHARDED_STATE_DICT, "
@@ -279,7 +275,7 @@ class StateDictMethods(nn.Module):
         self._state_dict_settings = default_settings(StateDictType.FULL_STATE_DICT)
         module: Any = self  # whose methods have no types
         module.register_state_dict_pre_hook(before_saving)
-        module._register_state_dict_hook(_after_saving)
+        module._register_state_dict_hook(after_saving)
         module._register_load_state_dict_pre_hook(before_loading, with_module=True)
         module.register_load_state_dict_post_hook(after_loading)
         for inner in {slot.module() for param in self._unit.managed for slot in param.slots}:
@@ -301,7 +297,7 @@ def saving_sharded(model: nn.Module) -> Iterator[None]:
     instances = _instances(model)
     with _restoring_settings(instances):
         for instance in instances:
-            if instance._ranks.mesh.shard_group is None:
+            if instance._unit.mesh.shard_group is None:
                 settings = default_settings(StateDictType.FULL_STATE_DICT)
             else:
                 config = ShardedStateDictConfig(_use_dtensor=True)
@@ -333,7 +329,3 @@ def _warn_of_pieces(module: nn.Module, prefix: str, _: bool) -> None:
             "state_dict() of the outermost wrapper, or this one inside summon_full_params().",
             stacklevel=4,
         )
-
-
-def _after_saving(instance: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    after_saving(instance, state_dict, prefix, instance._state_dict_settings)

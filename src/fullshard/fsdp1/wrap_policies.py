@@ -23,10 +23,10 @@ from typing import Any
 from torch import nn
 
 from fullshard.errors import ShardingError
+from fullshard.plan.units import first_names
 
 KwargsByModule = dict[nn.Module, dict[str, Any]]
 
-_MOST_LISTED = 8
 # How callable policies, which come as functools.partial, name the argument with the classes.
 _ARGUMENTS = ("transformer_layer_cls", "module_classes")
 
@@ -254,8 +254,7 @@ def _candidates(root: nn.Module) -> dict[str, int]:
 
 def _listed(candidates: dict[str, int], wanted: Iterable[str]) -> str:
     """Say which candidates there are, and which one may be meant."""
-    first = [f"{name} ({number})" for name, number in candidates.items()][:_MOST_LISTED]
-    more = f" and {len(candidates) - len(first)} more" if len(candidates) > len(first) else ""
+    shown = first_names([f"{name} ({number})" for name, number in candidates.items()])
     close = [name for each in wanted for name in difflib.get_close_matches(each, candidates, n=1)]
     guess = f" The closest is {close[0]}." if close else ""
-    return f"It has: {', '.join(first) or 'no modules with parameters'}{more}.{guess}"
+    return f"It has: {shown or 'no modules with parameters'}.{guess}"

@@ -58,16 +58,15 @@ def use_separate_reduce_groups(units: Iterable[Unit], *, enable: bool) -> None:
             unit.reduce_over(groups[ranks])
 
 
-def use_process_group_memory(unit: Unit, method: str, *, enable: bool) -> None:
+def use_process_group_memory(unit: Unit, *, enable: bool) -> None:
     """Stage a unit's communication in memory of the process group's own allocator, or no longer.
 
-    method: named in errors. Raises StateError where the group has no allocator, and MisuseError
-    where the user has set collectives.
+    Raises StateError where the group has no allocator, and MisuseError where the user has set collectives.
     """
     group = unit.mesh.shard_group
     if group is None:
         return
-    _refuse_custom(unit, method)
+    _refuse_custom(unit, "set_allocate_memory_from_process_group_for_comm")
     backend = backend_of(group, unit.device)
     if enable and not backend.supports_tensor_alloc(unit.device):
         raise StateError(
@@ -84,16 +83,15 @@ def use_process_group_memory(unit: Unit, method: str, *, enable: bool) -> None:
         use_comm(unit, ProcessGroupComm(group, unit.device))
 
 
-def use_symmetric_memory(unit: Unit, method: str, backend: Literal["NCCL"]) -> None:
+def use_symmetric_memory(unit: Unit, backend: Literal["NCCL"]) -> None:
     """Stage a unit's communication in symmetric memory.
 
-    method: named in errors. Raises StateError where the group is not NCCL's, and MisuseError where
-    the user has set collectives.
+    Raises StateError where the group is not NCCL's, and MisuseError where the user has set collectives.
     """
     group = unit.mesh.shard_group
     if group is None:
         return
-    _refuse_custom(unit, method)
+    _refuse_custom(unit, "set_symm_mem_for_comm")
     found = backend_name(group, unit.device)
     if unit.device.type != "cuda" or found != "nccl":
         raise StateError(

@@ -64,7 +64,7 @@ def fully_shard(
     module and raises AllocationError. Source: ZeRO-3, arXiv 1910.02054; PyTorch FSDP2.
     """
     import fullshard.watch  # noqa: F401  (hears of each model that runs)
-    from fullshard.faces.annotated import leave_unchecked
+    from fullshard.faces.interop import leave_unchecked
     from fullshard.faces.meshes import default_mesh, mesh_info
     from fullshard.fsdp2.module import FSDPModule
     from fullshard.fsdp2.units import make_units, unit_config
@@ -99,7 +99,7 @@ def replicate(
     shard over.
     """
     import fullshard.watch  # noqa: F401
-    from fullshard.faces.annotated import leave_unchecked
+    from fullshard.faces.interop import leave_unchecked
     from fullshard.faces.meshes import default_mesh, replicate_mesh_info
     from fullshard.fsdp2.module import ReplicateModule
     from fullshard.fsdp2.units import make_units, unit_config

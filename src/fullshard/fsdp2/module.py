@@ -23,7 +23,7 @@ from fullshard.engine.checks.meta import (
 from fullshard.engine.copying import copy_sharded
 from fullshard.engine.hooks import Hooks, hooks_of
 from fullshard.engine.iteration import Iteration
-from fullshard.engine.module_state import ModuleState, state_of
+from fullshard.engine.module_state import ModuleState, states_in
 from fullshard.engine.params.managed import ManagedParameter, said_grad_dtype
 from fullshard.engine.unit import Unit, are_sharded, have_unreduced
 from fullshard.errors import ShardingError, StateError
@@ -76,11 +76,7 @@ class FSDPModule:
         shards.
         async_op: return a handle to wait on, instead of waiting and returning None.
         """
-        handle = start_unshard(_state(self).units)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        return unshard(_state(self).units, async_op=async_op)
 
     def reshard(self) -> None:
         """Free this module's unsharded parameters."""
@@ -346,10 +342,8 @@ class FSDPModule:
         Raises StateError where the group has none.
         """
         for unit in self._units(recurse=False):
-            use_process_group_memory(
-                unit, "set_allocate_memory_from_process_group_for_comm", enable=enable
-            )
-            self._reconnect()
+            use_process_group_memory(unit, enable=enable)
+        self._reconnect()
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Stage communication in symmetric memory, for which NCCL has faster kernels.
@@ -357,8 +351,8 @@ class FSDPModule:
         Raises StateError where the group is not NCCL's.
         """
         for unit in self._units(recurse=False):
-            use_symmetric_memory(unit, "set_symm_mem_for_comm", backend)
-            self._reconnect()
+            use_symmetric_memory(unit, backend)
+        self._reconnect()
 
     # Inside
 
@@ -400,8 +394,8 @@ class FSDPModule:
 
     def _units(self, *, recurse: bool) -> list[Unit]:
         module = cast(nn.Module, self)
-        states = (state_of(each) for each in (module.modules() if recurse else [module]))
-        return [unit for state in dict.fromkeys(states) if state for unit in state.all_units]
+        states = states_in(module.modules() if recurse else [module])
+        return [unit for state in states for unit in state.all_units]
 
     def _only_unit(self, method: str) -> Unit:
         units = _state(self).all_units
@@ -462,10 +456,11 @@ class UnshardHandle:
         self._units.clear()
 
 
-def start_unshard(units: Sequence[Unit]) -> UnshardHandle:
-    """Start gathering units because a user asks for it, and hold them until they are resharded.
+def unshard(units: Sequence[Unit], *, async_op: bool) -> UnshardHandle | None:
+    """Gather units because a user asks for it, and hold them until they are resharded.
 
     Every rank has to call it. Values written to the unsharded parameters do not reach the shards.
+    async_op: return a handle to wait on, instead of waiting and returning None.
     """
     # Two fences: peers have written their shards before anybody reads, and nobody still reads when
     # the caller goes on and may write.
@@ -477,7 +472,11 @@ def start_unshard(units: Sequence[Unit]) -> UnshardHandle:
         unit.is_held = True
         unit.unshard()
         unit.comm.fence(f"{unit.path}: unshard")
-    return UnshardHandle(units)
+    handle = UnshardHandle(units)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
 
 
 def sharded_class(original: type, kind: Any) -> type:

@@ -72,16 +72,16 @@ class _ModelTensors:
     """What this rank holds of a model, looked up again when its units or modules have changed."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = without_ddp(model)
+        self.model = without_ddp(model)
         self.all: Sequence[_ModelTensor] = ()
         self._num_registrations = -1
         self._memory: list[tuple[Unit, object]] = []
         self._plain: list[Callable[[], Any]] = []
         self._num_buffers = 0
 
-    def refresh(self, *, writes: str = "") -> None:
+    def refresh(self, *, writes: str) -> None:
         """Look them up, as `holdings_of` does."""
-        structure = structure_of(self._model)
+        structure = structure_of(self.model)
         holdings = holdings_in(structure, writes=writes)
         sharded = {
             own[0]: functools.partial(parts.local, index)
@@ -119,7 +119,7 @@ class _ModelTensors:
         """Count modules, buffers and shardings: no hook tells when one is added or taken away."""
         return sum(
             1 + len(module._buffers) + (state_of(module) is not None)
-            for module in self._model.modules()
+            for module in self.model.modules()
         )
 
 
@@ -187,7 +187,7 @@ class EMA:
             )
         self.decay, self.warmup = decay, warmup
         self.num_updates = 0
-        self._model, self._dtype = model, dtype
+        self._dtype = dtype
         self._is_applied = False
         self._averages: dict[str, tuple[torch.Tensor, ...]] = {}
         self._sources = _ModelTensors(model)
@@ -231,7 +231,7 @@ class EMA:
             kept = [view.clone() for _, view, _ in self._pairs()]
             self._write(average for average, _, _ in self._pairs())
         self._is_applied = True
-        shows = [m for m in without_ddp(self._model).modules() if m not in lent]
+        shows = [m for m in self._sources.model.modules() if m not in lent]
         lent.update(dict.fromkeys(shows, _APPLIED))
         try:
             yield
@@ -334,7 +334,7 @@ class EMA:
 
     def _write(self, values: Iterator[torch.Tensor]) -> None:
         """Write values to the model, in the order of `_pairs`."""
-        for unit in units_of(self._model):
+        for unit in units_of(self._sources.model):
             unit.finish_reading()  # the host is about to write to shards
         for (_, view, _), value in zip(self._pairs(), values, strict=True):
             view.copy_(value)

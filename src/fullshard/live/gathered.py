@@ -75,15 +75,20 @@ def gathered(param: torch.Tensor) -> torch.Tensor:
     return _gathered(param, manager, unit)
 
 
-def _manager(param: torch.Tensor) -> ManagedParameter | None:
-    """Return the manager of a parameter; None for a plain one, or a copy of a managed one."""
-    placeholder = manager_of_placeholder(param)
+def manager_of_shown(value: torch.Tensor) -> ManagedParameter | None:
+    """Return the manager of what a module shows: of a parameter, or of what stands for one inside a flat one."""
+    placeholder = manager_of_placeholder(value)
     if isinstance(placeholder, ManagedParameter):
         return placeholder
-    if not isinstance(param, nn.Parameter):
-        return None
-    manager = manager_of(param)
-    if manager is None or any(param is form for form in manager.forms):
+    return manager_of(value) if isinstance(value, nn.Parameter) else None
+
+
+def _manager(param: torch.Tensor) -> ManagedParameter | None:
+    """Return the manager of a parameter; None for a plain one, or a copy of a managed one."""
+    manager = manager_of_shown(param)
+    if manager is None or not isinstance(param, nn.Parameter):
+        return manager
+    if any(param is form for form in manager.forms):
         return manager
     if manager.replaces(param):
         raise StateError(

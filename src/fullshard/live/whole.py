@@ -6,13 +6,12 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import nn
 
-from fullshard.engine.guard.forbidden import manager_of_placeholder
 from fullshard.engine.module_state import states_in
 from fullshard.engine.params.flat import FlatParameter
-from fullshard.engine.params.managed import ManagedParameter, manager_of
 from fullshard.engine.unit import Unit
 from fullshard.engine.whole import WholeOptions, bits, whole_parameters
 from fullshard.errors import MisuseError, UnsupportedError
+from fullshard.live.gathered import manager_of_shown
 from fullshard.process_hooks import BEFORE_STEP
 from fullshard.state.holdings import refuse_others
 from fullshard.state.structure import whole_of
@@ -112,23 +111,16 @@ def _units(module: nn.Module) -> list[Unit]:
         state.check_idle("full_parameters")
     units = [unit for state in states for unit in state.units]
     own = {id(unit) for unit in units}
-    for name, manager in _managed_in(module):
-        if id(manager.unit()) not in own:
-            raise UnsupportedError(
-                f"full_parameters: {name} of {type(module).__name__} is {manager.name} of a unit that "
-                "contains more than this module. Call it with the module that was sharded, or with the "
-                "whole model."
-            )
-    return units
-
-
-def _managed_in(module: nn.Module) -> Iterator[tuple[str, ManagedParameter]]:
-    """Yield what units manage of a module's parameters, those too that a flat parameter holds."""
     for path, each in module.named_modules():
+        # Those too that a flat parameter holds: a module has something in their place.
         for name, value in (*each._parameters.items(), *vars(each).items()):
-            if isinstance(value, torch.Tensor) and not isinstance(value, FlatParameter):
-                manager = manager_of_placeholder(value)
-                if manager is None and isinstance(value, nn.Parameter):
-                    manager = manager_of(value)
-                if isinstance(manager, ManagedParameter):
-                    yield (f"{path}.{name}" if path else name), manager
+            if not isinstance(value, torch.Tensor) or isinstance(value, FlatParameter):
+                continue
+            manager = manager_of_shown(value)
+            if manager is not None and id(manager.unit()) not in own:
+                raise UnsupportedError(
+                    f"full_parameters: {path + '.' if path else ''}{name} of {type(module).__name__} is "
+                    f"{manager.name} of a unit that contains more than this module. Call it with the module "
+                    "that was sharded, or with the whole model."
+                )
+    return units

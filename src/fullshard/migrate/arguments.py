@@ -110,7 +110,7 @@ def _ranks(instance: Instance, call: Call) -> Translation:
     wrapper = instance.wrapper
     value = "ranks " + ", ".join(map(str, instance.ranks(wrapper.process_group)))
     if instance.is_hybrid:
-        replicas = instance.ranks(instance.wrapper._ranks.replicate_group)
+        replicas = instance.ranks(instance.wrapper._unit.mesh.replicate_group)
         value = f"sharded over {value}, replicated over {', '.join(map(str, replicas))}"
     mesh = call.option("mesh")
     becomes = "mesh left out: all ranks" if mesh is None else f"mesh={mesh}"

@@ -45,7 +45,7 @@ def mesh_expression(instance: Instance) -> str | None:
     grid = _grid(axes)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     own_device = "cpu" if accelerator is None else accelerator.type
-    is_default = instance.wrapper._device_mesh is None and device == own_device
+    is_default = instance.wrapper._unit.mesh.mesh is None and device == own_device
     if len(axes) == 1 and grid == everyone and is_default:
         return None
     if grid == everyone:
@@ -63,18 +63,15 @@ def mesh_expression(instance: Instance) -> str | None:
 
 def _axes(instance: Instance) -> list[_MeshAxis]:
     """Return the axes of the mesh: (replicate, shard), or the only one."""
-    placed, mesh = instance.wrapper._ranks, instance.wrapper._device_mesh
+    placed = instance.wrapper._unit.mesh
     names: tuple[str, ...] = ("replicate", "shard") if instance.is_hybrid else ("shard",)
     if instance.strategy is ShardingStrategy.NO_SHARD and not instance.is_alone:
         names = ("replicate",)
-    if mesh is not None and mesh.mesh_dim_names is not None:
-        names = mesh.mesh_dim_names[: len(names)]
-    groups = [placed.shard_group]
-    if placed.replicate_group is not None:
-        groups.insert(0, placed.replicate_group)
+    if placed.mesh is not None and placed.mesh.mesh_dim_names is not None:
+        names = placed.mesh.mesh_dim_names[: len(names)]
     return [
         _MeshAxis(name, dist.get_process_group_ranks(group))
-        for name, group in zip(names, groups, strict=True)
+        for name, group in zip(names, reversed(placed.groups), strict=True)
     ]
 
 

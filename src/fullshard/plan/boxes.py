@@ -22,8 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from fullshard.errors import LayoutError
-from fullshard.plan.layout import Shape
-from fullshard.plan.sizes import rows_per_rank
+from fullshard.plan.layout import Shape, rows_per_rank
 
 _PRIME = 2**61 - 1
 

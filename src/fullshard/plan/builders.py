@@ -21,8 +21,9 @@ from fullshard.plan.layout import (
     ParamSpec,
     Route,
     UnitLayout,
+    round_up,
+    rows_per_rank,
 )
-from fullshard.plan.sizes import round_up, rows_per_rank
 
 
 def rows_layout(

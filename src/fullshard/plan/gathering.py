@@ -17,8 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from fullshard.plan.boxes import Box, boxes_of_run
-from fullshard.plan.layout import Shape
-from fullshard.plan.sizes import round_up
+from fullshard.plan.layout import Shape, round_up
 
 # Where a part may begin in a message: at a multiple of the largest element, a complex128.
 _ALIGNED_NBYTES = 16

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 
-_MOST_NAMES = 8  # so many names in a message
 # The attribute under which FSDP1 wrappers keep the module that they wrap.
 WRAPPED_MODULE = "_fsdp_wrapped_module"
 _WRAPPERS = re.compile(rf"(^|\.)(?:{WRAPPED_MODULE}|_checkpoint_wrapped_module)(?=\.|$)")
@@ -25,10 +24,10 @@ def without_compile(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def first_names(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str], most: int = 8) -> str:
     """Join the first names, for a message, and say how many more there are."""
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def renamer(rename: Rename) -> Callable[[str], str | None]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fullshard.comm.outside_steps import gather_objects
 from fullshard.peers.groups import place_in_job
 from fullshard.plan.boxes import Box, share, without
+from fullshard.plan.units import first_names
 from fullshard.state.holdings import ELSEWHERE, Holding
 from fullshard.state.host_memory import crc, host_bytes
 from fullshard.state.unit_parts import HeldBox
@@ -28,8 +29,6 @@ Differing = Mapping[str, tuple[int, int]]  # by name, two ranks, the first of wh
 
 # By name, what tells boxes apart, and what tells their values apart.
 _Values = Mapping[str, tuple[str, str]]
-
-_NAMES_SHOWN = 3
 
 _Boxes = tuple[Box, ...]
 
@@ -49,14 +48,11 @@ def _unnumbered(holdings: Sequence[Holding]) -> dict[str, Any]:
 
 
 def numbered(
-    holdings: Sequence[Holding],
-    group: dist.ProcessGroup | None,
-    digests: Sequence[bytes] | None = None,
+    holdings: Sequence[Holding], group: dist.ProcessGroup | None, digests: Sequence[bytes]
 ) -> list[Holding]:
     """Give every holding its number among the ranks that hold the same boxes. Collective.
 
-    digests: of all ranks' unnumbered holdings, if they are known. Nothing is sent if they are equal, as
-    with plain modules.
+    digests: of all ranks' unnumbered holdings. Nothing is sent if they are equal, as with plain modules.
 
     What is numbered here, the engine does not keep equal, so it is the first rank's that holds it: were
     ranks to differ, a mixture would be a model that no rank had. Where boxes overlap that are not the
@@ -66,8 +62,6 @@ def numbered(
     unknown = _unnumbered(holdings)
     if place_in_job(group).size == 1:
         return [h if h.copies else h._replace(copies=1) for h in holdings]
-    if digests is None:
-        digests = gather_objects(digest_of_unnumbered(holdings), group, _LABEL)
     # By name, the different boxes that ranks hold, and the ranks that hold them.
     holders: dict[str, dict[_Boxes, list[int]]] = {}
     if len(set(digests)) > 1:
@@ -97,7 +91,7 @@ def numbered_and_compared(
     taken: what is done with the values of the first of two ranks, such as "saved". Collective.
     """
     if place_in_job(group).size == 1:
-        return numbered(holdings, group)
+        return numbered(holdings, group, [])
     own = digest_of_unnumbered(holdings), digest_of_values(holdings)
     told = gather_objects(own, group, _LABEL)
     if len(set(told)) > 1:
@@ -180,11 +174,9 @@ def said_of_differing(names: Differing, *, taken: str) -> str:
     """
     if not names:
         return ""
-    shown = ", ".join([*names][:_NAMES_SHOWN])
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     number, other = next(iter(names.values()))
     return (
-        f"{shown}{more}: rank {other} has other values than rank {number}, whose are {taken}; nothing keeps "
+        f"{first_names([*names], 3)}: rank {other} has other values than rank {number}, whose are {taken}; nothing keeps "
         "them equal. Stages of a pipeline need different names of parameters. Copies of one model are kept "
         "equal by replicate, DistributedDataParallel, or a mesh with an axis that replicates."
     )

@@ -106,7 +106,7 @@ def holdings_of(model: nn.Module, *, writes: str = "") -> list[Holding]:
 
 
 @torch.no_grad()
-def holdings_in(structure: Structure, *, writes: str = "") -> list[Holding]:
+def holdings_in(structure: Structure, *, writes: str) -> list[Holding]:
     """List what `holdings_of` lists of a model of this structure."""
     refuse_others(structure.modules)
     for _, module in structure.modules if writes else ():

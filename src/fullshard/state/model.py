@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fullshard.engine.access import settle_to_read, settle_to_write
 from fullshard.engine.adoption import follow_changes
@@ -38,6 +37,7 @@ from fullshard.state.options import (
     default_settings,
 )
 from fullshard.state.sharded_tensors import sharded_tensor
+from fullshard.state.structure import modules_in, prefixes_of
 from fullshard.state.unit_parts import (
     division_group,
     flat_shards,
@@ -64,14 +64,13 @@ def before_saving(module: nn.Module, *_: Any) -> None:
 
 
 @torch.no_grad()
-def after_saving(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, settings: StateDictSettings
-) -> None:
-    """Remove prefixes, and replace pieces by values of the kind that the settings ask for.
+def after_saving(module: Any, state_dict: dict[str, Any], prefix: str, *_rest: Any) -> None:
+    """Remove prefixes, and replace pieces by values of the kind that the wrapper's settings ask for.
 
     Collective, except for LOCAL. Changes ``state_dict`` in place.
     """
     hooks, unit = _hooks_and_unit(module)
+    settings: StateDictSettings = module._state_dict_settings
     if not unit.is_whole:
         hooks.end_saving()
     _rename(state_dict, f"{prefix}{_PREFIX}", prefix)
@@ -120,12 +119,8 @@ def _whole_values(unit: Unit) -> list[torch.Tensor]:
                 "flat parameter. Ask on rank 0 alone, or with FullStateDictConfig(rank0_only=True)."
             )
         return shown
-    whole = [tensor.clone() for tensor in gather_whole(unit)]
-    specs = [param.form.unsharded for param in unit.managed]  # by tensor parallel
-    return [
-        tensor if spec is None else DTensor(tensor, spec, requires_grad=False)
-        for tensor, spec in zip(whole, specs, strict=True)
-    ]
+    whole = zip(unit.managed, gather_whole(unit), strict=True)
+    return [param.as_unsharded(tensor.clone()) for param, tensor in whole]
 
 
 def _row_values(unit: Unit, config: StateDictConfig) -> list[torch.Tensor | ShardedTensor]:
@@ -223,21 +218,13 @@ def _load_flat(unit: Unit, values: list[Any]) -> None:
 
 def _keys(module: nn.Module, unit: Unit, prefix: str) -> list[tuple[int, str]]:
     """Return (index, key) of each parameter below a prefix; a shared parameter has several keys."""
-    paths = _paths(module)
+    prefixes = prefixes_of(modules_in(module))
     return [
-        (index, f"{prefix}{path}{name}")
+        (index, f"{prefix}{inner}{name}")
         for index, places in enumerate(slots_of(unit))
         for own, name in places
-        for path in paths.get(id(own), ())
+        for inner in prefixes.get(id(own), ())
     ]
-
-
-def _paths(module: nn.Module) -> dict[int, list[str]]:
-    paths: dict[int, list[str]] = {}
-    for name, each in module.named_modules(remove_duplicate=False):
-        path = clean_name(name)
-        paths.setdefault(id(each), []).append(f"{path}." if path else "")
-    return paths
 
 
 def _buffers(
@@ -247,7 +234,7 @@ def _buffers(
 
     casts: return copies in the dtypes they had before mixed precision cast them.
     """
-    paths = _paths(module)
+    prefixes = prefixes_of(modules_in(module))
     found = {}
     for own in state.own_modules():
         for name, buffer in own._buffers.items():
@@ -255,7 +242,7 @@ def _buffers(
             if buffer is None:
                 continue
             kept = buffer.detach() if dtype is None else buffer.detach().to(dtype, copy=True)
-            found.update({f"{prefix}{path}{name}": kept for path in paths[id(own)]})
+            found.update({f"{prefix}{inner}{name}": kept for inner in prefixes[id(own)]})
     return found
 
 

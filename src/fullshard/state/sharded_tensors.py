@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fullshard.engine.params.form import with_dtype
 from fullshard.errors import LayoutError, UnsupportedError
 from fullshard.peers.groups import place_in
 from fullshard.plan.boxes import Box, Cut, Division, box_after, chunks, tiling_fault, whole_box
@@ -24,7 +25,6 @@ from fullshard.torch_private import (
     ShardedTensorMetadata,
     ShardMetadata,
     StridedShard,
-    TensorMeta,
     TensorProperties,
 )
 
@@ -70,10 +70,7 @@ def sharded_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
     Not by `from_local`, which takes parts for equally large.
     """
-    meta = TensorMeta(spec.shape, spec.stride, local.dtype)
-    return DTensor(
-        local, DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False
-    )
+    return DTensor(local, with_dtype(spec, local.dtype), requires_grad=False)
 
 
 class ValueParts(NamedTuple):
@@ -93,7 +90,8 @@ def parts_of_value(
     """
     size = place_in(group).size
     if group is not None and isinstance(value, ShardedTensor):
-        if _ranks(group) == _ranks(value._process_group):
+        ranks = dist.get_process_group_ranks(value._process_group)
+        if ranks == dist.get_process_group_ranks(group):
             return _of_sharded_tensor(value, shape, device)
     elif group is not None:
         axes = [axis for axis, placement in enumerate(value.placements) if placement.is_shard()]
@@ -101,7 +99,8 @@ def parts_of_value(
         if (
             plain
             and len(axes) == 1
-            and _ranks(value.device_mesh.get_group(axes[0])) == _ranks(group)
+            and dist.get_process_group_ranks(value.device_mesh.get_group(axes[0]))
+            == dist.get_process_group_ranks(group)
         ):
             boxes = chunks(shape, value.placements[axes[0]].dim, size)
             local = value._local_tensor.detach().to(device)
@@ -174,11 +173,6 @@ def _of_sharded_tensor(value: ShardedTensor, shape: Shape, device: torch.device)
         raise LayoutError(f"A ShardedTensor of shape {tuple(shape)}: {fault}.")
     here = [shard.tensor.detach().to(device) for shard in value.local_shards()]
     return ValueParts(division, here)
-
-
-def _ranks(group: dist.ProcessGroup) -> list[int]:
-    ranks: list[int] = dist.get_process_group_ranks(group)
-    return ranks
 
 
 def _place(rank: int, device: torch.device, group: dist.ProcessGroup | None) -> RemoteDevice:

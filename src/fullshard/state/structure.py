@@ -1,5 +1,6 @@
 """The modules, units and names of a model, looked up in one walk over it: `structure_of`."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import nn
@@ -33,14 +34,8 @@ def structure_of(model: nn.Module) -> Structure:
     What a wrapper with a flat parameter wraps (``wrapped.module``) is the wrapper's. Raises
     UnsupportedError for any other part of what such a wrapper contains: ranks have arbitrary pieces of it.
     """
-    model = whole_of(model)
-    modules = [
-        (f"{clean}." if (clean := clean_name(path)) else "", module)
-        for path, module in model.named_modules(remove_duplicate=False)
-    ]
-    prefixes: dict[int, list[str]] = {}
-    for prefix, module in modules:
-        prefixes.setdefault(id(module), []).append(prefix)
+    modules = modules_in(whole_of(model))
+    prefixes = prefixes_of(modules)
 
     def names(places: list[tuple[nn.Module | None, str]]) -> list[str]:
         return [pre + name for m, name in places for pre in prefixes.get(id(m), ())]
@@ -48,6 +43,22 @@ def structure_of(model: nn.Module) -> Structure:
     states = states_in(module for _, module in modules)
     units = [(unit, [*map(names, slots_of(unit))]) for state in states for unit in state.units]
     return Structure(modules, units)
+
+
+def modules_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return all modules of a model as a `Structure` has them."""
+    return [
+        (f"{clean}." if (clean := clean_name(path)) else "", module)
+        for path, module in model.named_modules(remove_duplicate=False)
+    ]
+
+
+def prefixes_of(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, list[str]]:
+    """Return, by id of each module, what its names begin with: several in several places."""
+    prefixes: dict[int, list[str]] = {}
+    for prefix, module in modules:
+        prefixes.setdefault(id(module), []).append(prefix)
+    return prefixes
 
 
 def units_of(model: nn.Module) -> list[Unit]:

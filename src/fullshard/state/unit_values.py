@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard.comm.outside_steps import gather_objects
 from fullshard.engine.unit import Unit
-from fullshard.faces.meshes import joined_mesh, tensor_parallel_spec
+from fullshard.faces.forms import tensor_parallel_spec
+from fullshard.faces.meshes import joined_mesh
 from fullshard.peers.groups import place_in
 from fullshard.plan.boxes import Box, Division, chunks, common
 from fullshard.plan.layout import Shape
@@ -67,7 +68,7 @@ def sharded_values(
     indices: Sequence[int],
     locals_: Sequence[torch.Tensor],
     *,
-    dtensors: bool = False,
+    dtensors: bool,
 ) -> list[torch.Tensor | ShardedTensor]:
     """Return the values of a sharded state dict, one per local, of a unit that is sharded. Collective.
 

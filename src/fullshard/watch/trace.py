@@ -111,7 +111,6 @@ class Tracer(Observer):
     def __init__(self, units: Sequence[Unit], runtime: Runtime, meter: MemoryMeter) -> None:
         self._units = list(units)
         self._number = {id(unit): number for number, unit in enumerate(self._units)}
-        self._has_streams = runtime.has_streams
         self._meter = meter
         self._labels = ProfilerLabels()
         self._stack: list[tuple[Kind, int]] = []
@@ -126,8 +125,8 @@ class Tracer(Observer):
         self._gradient_nbytes = [
             unit.gradients.buckets.layout().unsharded_nbytes for unit in self._units
         ]
-        self._moments = _Moments(runtime)
         self._runtime = runtime
+        self._moments = _Moments(runtime)
         self._num_retries = runtime.num_alloc_retries
         self._collected_since: int | None = None
         self._pauses: list[Pause] = []
@@ -142,7 +141,7 @@ class Tracer(Observer):
         self._labels.begin(kind, of)
         if kind in _ENDS_WITH.values():
             # The collective runs on its lane, and not before what compute has done by now.
-            lane_now = self._moments.take(_LANE[kind]) if self._has_streams else now
+            lane_now = self._moments.take(_LANE[kind]) if self._runtime.has_streams else now
             self._open[kind, unit].append((now, lane_now))
 
     def end(self) -> None:
@@ -156,12 +155,14 @@ class Tracer(Observer):
             self._meter.count_full_gradients(self._units[unit])
             self._meter.count_gradient_shards(self._units[unit])
         now = self._turn()
-        if kind is Kind.ALL_GATHER and self._has_streams:
+        if kind is Kind.ALL_GATHER and self._runtime.has_streams:
             self._close(kind, unit, self._moments.take(Lane.ALL_GATHER))
         elif kind in _ENDS_WITH:
             carried = _ENDS_WITH[kind]
             self._close(
-                carried, unit, self._moments.take(_LANE[carried]) if self._has_streams else now
+                carried,
+                unit,
+                self._moments.take(_LANE[carried]) if self._runtime.has_streams else now,
             )
 
     def enter(self, kind: Kind, units: Sequence[Any]) -> None:

@@ -18,8 +18,8 @@ from fullshard.engine.params.managed import (
 )
 from fullshard.errors import MisuseError, StateError
 from fullshard.plan.gradient_dtypes import GradientDtypes, gradient_dtypes
+from fullshard.plan.layout import rows_per_rank
 from fullshard.plan.mesh import MeshPlan
-from fullshard.plan.sizes import rows_per_rank
 from fullshard.policies import UnitConfig
 from fullshard.process_hooks import at_first_use, handle_operator
 from fullshard.torch_private import DTensorSpec, TensorMeta

@@ -33,8 +33,7 @@ from fullshard.engine.params.form import UnitMesh
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.errors import MisuseError, StateError
 from fullshard.peers.groups import place_in
-from fullshard.plan.layout import ALIGNMENT_NBYTES
-from fullshard.plan.sizes import round_up, rows_per_rank
+from fullshard.plan.layout import ALIGNMENT_NBYTES, round_up, rows_per_rank
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.torch_private import preserve_version_counters
 

@@ -66,7 +66,7 @@ class Unfinished:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParamForm:
-    """How one parameter is sharded: decided by `faces.meshes.param_form`, then only read.
+    """How one parameter is sharded: decided by `faces.forms.param_form`, then only read.
 
     spec: mesh, placements and shape of the sharded DTensor; None for a piece of a flat buffer.
     shard_dim: the dim of this rank's local tensor that is cut over the shard axis.
