@@ -8,7 +8,6 @@ unit that is at rest, or brings it there.
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,18 +16,20 @@ from torch import nn
 from fullshard.comm.interface import Comm
 from fullshard.comm.select import leave_peer_memory
 from fullshard.comm.shared_memory import UnavailableError
-from fullshard.engine.params.managed import ManagedParameter, ShardHolder
+from fullshard.engine.params.managed import ManagedParameter
+from fullshard.engine.params.unit_params import UnitParams
 from fullshard.engine.runtime import outside_transforms
-from fullshard.engine.unit import Unit, UnitPhase
+from fullshard.engine.unit import Unit, UnitComms, UnitPhase
 from fullshard.errors import CommError, StateError
 from fullshard.plan.layout import UnitLayout
+from fullshard.policies import UnitConfig
 
 logger = logging.getLogger("fullshard")
 
 
-def make_unit(*parts: Any, **options: Any) -> Unit:
+def make_unit(params: UnitParams, config: UnitConfig, comms: UnitComms | None = None) -> Unit:
     """Return a unit of these parts (see `Unit`), with memory unless parameters are on the meta device."""
-    unit = Unit(*parts, **options)
+    unit = Unit(params, config, comms)
     if not unit.params.on_meta:
         adopt(unit)
     return unit
@@ -78,31 +79,29 @@ def adopt(unit: Unit) -> None:
         _refuse_to_change(unit, "the dtypes of gradients")
         unit.gradients.unreduced.replace()
         _bind_gradients(unit, layout)
-    for holder in params.holders:
-        _check_device(unit, holder)
+    _check_device(unit)
     params.move_shards()
 
 
 def _bind_gradients(unit: Unit, layout: UnitLayout) -> None:
-    params = unit.params.all
-    specs = [param.spec(unit.config.mp_policy) for param in params]
-    unit.gradients.buckets.bind(params, specs, unit.config, layout if unit.is_flat else None)
+    specs = unit.params.specs(unit.config.mp_policy)
+    flat_layout = layout if unit.is_flat else None
+    unit.gradients.buckets.bind(unit.params.all, specs, unit.config, flat_layout)
 
 
-def _check_device(unit: Unit, holder: ShardHolder) -> None:
+def _check_device(unit: Unit) -> None:
     expected = torch.device("cpu") if unit.config.offload_to_cpu else unit.device
-    if holder.local.device.type != expected.type:
-        names = ", ".join(param.name for param in unit.params if param.holder is holder)
-        offloaded = ""
-        if unit.config.offload_to_cpu:
-            offloaded = (
-                "FSDP parameters should be materialized on CPU when enabling CPU offloading. "
-            )
-        raise StateError(
-            f"{offloaded}{names} ({unit.label}): the shard is on {holder.local.device}, "
-            f"but the unit keeps its shards on {expected}. Load a state dict of that device, "
-            f"or call model.to_empty(device={expected.type!r}) and initialise."
-        )
+    if (misplaced := unit.params.find_misplaced(expected)) is None:
+        return
+    names, found = misplaced
+    offloaded = ""
+    if unit.config.offload_to_cpu:
+        offloaded = "FSDP parameters should be materialized on CPU when enabling CPU offloading. "
+    raise StateError(
+        f"{offloaded}{', '.join(names)} ({unit.label}): the shard is on {found}, "
+        f"but the unit keeps its shards on {expected}. Load a state dict of that device, "
+        f"or call model.to_empty(device={expected.type!r}) and initialise."
+    )
 
 
 def _refuse_to_change(unit: Unit, what: str) -> None:

@@ -81,7 +81,9 @@ class ModuleState:
         self._watching: list[Any] = []  # of a root: see `watch_direct_gradients`
         self._pending: dict[str, Any] = {}  # settings that wait for a root: see `set_on_root`
         self._config_before: UnitConfig | None = None  # while in full precision
-        self._num_registrations = -1  # in the process, when strays were last looked for
+        self._num_registrations = (
+            registrations.value
+        )  # in the process, when strays were last looked for
         self._strays: set[str] = set()  # names of those found then
         first_use()
 
@@ -216,11 +218,13 @@ class ModuleState:
             if state is not self and state._pending.get("manual_finalization"):
                 raise StateError(_ROOT_FINALIZES)
         self._states = list(dict.fromkeys(named.values()))
+        self._num_registrations = min(state._num_registrations for state in self._states)
         # Names first: messages of all that follows have them, and the flight record compares them.
         for unit, name in names_of_units(named).items():
             unit.set_name(name)
-        for param, paths in names_of_parameters(root, self._states).items():
-            param.names = paths
+        paths = paths_of(root)
+        for unit in [unit for state in self._states for unit in state.all_units]:
+            unit.params.rename(paths)
         # Before `adopt`, since a unit's layout changes with its parameters.
         move_parameters(moves_of_ties(root, named))
         for state in self._states:
@@ -426,23 +430,12 @@ def names_of_units(named: Mapping[str, ModuleState]) -> dict[Unit, str]:
     return {unit: ", ".join(names) for state, names in paths.items() for unit in state.all_units}
 
 
-def names_of_parameters(
-    root: nn.Module, states: Iterable[ModuleState]
-) -> dict[ManagedParameter, list[str]]:
-    """Return, for each parameter of the states, its paths below ``root``: one per tied use."""
+def paths_of(root: nn.Module) -> dict[int, list[str]]:
+    """Return the paths of all modules in a model by `id`: several for one that stands in several places."""
     paths: dict[int, list[str]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
-        paths.setdefault(id(module), []).append(clean_name(path))
-    return {
-        param: [
-            f"{path}.{slot.name}" if path else slot.name
-            for slot in param.slots
-            for path in paths.get(id(slot.module()), ())
-        ]
-        for state in states
-        for unit in state.all_units
-        for param in unit.params
-    }
+        paths.setdefault(id(module), []).append(path)
+    return paths
 
 
 def moves_of_ties(
@@ -453,19 +446,18 @@ def moves_of_ties(
     The latter is the unit of the innermost module that contains all modules using the parameter. A
     module that stands in several places uses it in each. Raises StateError if that module is sharded over other meshes.
     """
-    paths: dict[int, list[str]] = {}
-    around: dict[str, ModuleState] = {}
-    for path, module in root.named_modules(remove_duplicate=False):
-        paths.setdefault(id(module), []).append(path)
-        if (state := state_of(module)) is not None:
-            around[path] = state
+    paths = paths_of(root)
+    around = {
+        path: state
+        for path, module in root.named_modules(remove_duplicate=False)
+        if (state := state_of(module)) is not None
+    }
     single = {name: state for name, state in named.items() if len(state._modules) == 1}
     moves: list[tuple[ManagedParameter, Unit, Unit]] = []
     for state in dict.fromkeys(named.values()):
-        for unit, param in [(own, param) for own in state.units for param in own.params]:
-            users = [path for s in param.slots for path in paths.get(id(s.module()), [""])]
-            if len(users) == 1:
-                continue
+        for unit, param, users in [
+            (u, *tied) for u in state.units for tied in u.params.tied(paths)
+        ]:
             nearest = [lowest_common_unit([user], around) for user in users]
             if all(name is not None and around[name] is state for name in nearest):
                 continue  # all uses are in this state's modules

@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import itertools
 import operator
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -114,21 +113,14 @@ class Unit:
     """
 
     def __init__(
-        self,
-        params: Sequence[ManagedParameter],
-        mesh: UnitMesh,
-        device: torch.device,
-        config: UnitConfig,
-        layout: UnitLayout | None = None,
-        comms: UnitComms | None = None,
+        self, params: UnitParams, config: UnitConfig, comms: UnitComms | None = None
     ) -> None:
         """Make a unit without memory: see `adoption.make_unit`.
 
-        layout: a flat layout, which never changes; None plans one by rows.
         comms: the result of `choose_comms` for this unit; None chooses now.
         """
-        self.mesh = mesh
-        self.device = device
+        self.params = params
+        self.mesh, self.device = mesh, device = params.mesh, params.device
         self.name = ""
         self.entered_as = "root"  # in the flight record, the same on every rank
         self.gather_label = "root: all-gather"
@@ -140,7 +132,6 @@ class Unit:
         self.comm, self.replicate_comm = comms.shard, comms.replicate
         self.reduce_group: dist.ProcessGroup | None = None
         self.gradients = UnitGradients(mesh.plan, self.comm, self.replicate_comm, self.runtime)
-        self.params = UnitParams(params, mesh, device, layout)
         self.phase = UnitPhase.SHARDED
         self.is_held = False
         self.is_whole = False
@@ -161,8 +152,7 @@ class Unit:
 
     def claim(self) -> None:
         """Let the parameters know whose they are."""
-        for param in self.params:
-            param.unit, param.backward = weakref.ref(self), self.backward
+        self.params.belong_to(self, self.backward)
 
     def join_model(self, number: int, backward: Backward) -> None:
         """Become a unit of a model: the one of this number, whose backwards these are."""
@@ -234,11 +224,7 @@ class Unit:
 
     def plan_layout(self, params: Sequence[ManagedParameter] | None = None) -> UnitLayout:
         """Plan the memory of the unit's plain parameters, or of those among ``params`` instead."""
-        if params is None:
-            plain = self.params.plain
-        else:
-            plain = [param for param in params if not param.is_extended]
-        return self.params.layout(self.comm, self.config.mp_policy, plain)
+        return self.params.layout(self.comm, self.config.mp_policy, params)
 
     def reduce_over(self, group: dist.ProcessGroup | None) -> None:
         """Reduce-scatter over another group of the same ranks; None for the shard group."""

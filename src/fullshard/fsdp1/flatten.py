@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.engine.adoption import make_unit
 from fullshard.engine.params.flat import FlatHolder, HiddenParameter, OwnedPiece, PieceParameter
 from fullshard.engine.params.form import ParamForm, UnitMesh
+from fullshard.engine.params.unit_params import UnitParams
 from fullshard.engine.unit import Unit, UnitComms
 from fullshard.errors import ShardingError
 from fullshard.faces.coverage import Covered, check_shapes
@@ -75,7 +76,7 @@ def flat_unit(
             else HiddenParameter(parameter, slots, form, owned[index], holder)
         )
     covered.name_below(managed)
-    unit = make_unit(managed, mesh, device, config, layout, comms)
+    unit = make_unit(UnitParams(managed, mesh, device, layout), config, comms)
     if unit.flat_parameter is not None:
         unit.flat_parameter._fqns = names_below(unit)  # type: ignore[attr-defined]
     return unit

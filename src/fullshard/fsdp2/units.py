@@ -13,6 +13,7 @@ from fullshard.engine.hooks import Hooks
 from fullshard.engine.module_state import covered_modules
 from fullshard.engine.params.dtensor import DTensorParameter
 from fullshard.engine.params.form import ParamForm, UnitMesh
+from fullshard.engine.params.unit_params import UnitParams
 from fullshard.engine.restoring import restoring
 from fullshard.engine.unit import choose_comms
 from fullshard.errors import ShardingError, UnsupportedError
@@ -120,7 +121,7 @@ def make_units(
                 for parameter, form in group.forms.items()
             ]
             covered.name_below(managed)
-            made.append(make_unit(managed, place, device, own_config, comms=own_comms))
+            made.append(make_unit(UnitParams(managed, place, device), own_config, own_comms))
     # Nothing below allocates memory of parameters, so nothing below has to be restored.
     covered.connect_ties()
     state = Hooks(roots, made).state

@@ -10,8 +10,8 @@ from fullshard.engine.module_state import (
     ModuleState,
     moves_of_ties,
     named_states,
-    names_of_parameters,
     names_of_units,
+    paths_of,
     state_of,
 )
 from fullshard.engine.params.managed import ManagedParameter
@@ -151,8 +151,9 @@ def describe(model: nn.Module) -> Description:
 def _expected(model: nn.Module, root: ModuleState) -> list[_DescribedUnit]:
     """Return units as the first forward will make them: named by path, with ties moved."""
     named = named_states(model)
-    names = names_of_parameters(model, dict.fromkeys(named.values()))
+    paths = paths_of(model)
     params = {unit: list(unit.managed) for state in named.values() for unit in state.all_units}
+    names = {p: p.names_among(paths) for own in params.values() for p in own}
     for param, unit, other in moves_of_ties(model, named):
         params[unit].remove(param)
         params[other].append(param)

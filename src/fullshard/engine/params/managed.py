@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +28,7 @@ from fullshard.engine.runtime import out_of_context
 from fullshard.errors import StateError
 from fullshard.plan.gradient_dtypes import GradDtype, GradientDtypes
 from fullshard.plan.layout import ParamSpec
+from fullshard.plan.units import clean_name
 from fullshard.policies import MixedPrecisionPolicy, UnitConfig
 from fullshard.torch_private import AsyncCollectiveTensor, are_transforms_active
 
@@ -219,6 +220,15 @@ class ManagedParameter(ShardHolder, abc.ABC):
     def name(self) -> str:
         """Its first name, for messages."""
         return self.names[0] if self.names else self.slots[0].name
+
+    def names_among(self, paths: Mapping[int, Sequence[str]]) -> list[str]:
+        """Return its names, one per use, by the paths of modules below the root, by `id`."""
+        uses = [(slot, paths.get(id(slot.module()), ())) for slot in self.slots]
+        return [
+            f"{path}.{slot.name}" if path else slot.name
+            for slot, its in uses
+            for path in map(clean_name, its)
+        ]
 
     @property
     @abc.abstractmethod

@@ -1,7 +1,8 @@
 """A unit's parameters and the memory of both their forms; `adoption` decides when values are brought there."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -11,12 +12,19 @@ from fullshard.engine.params.buffers import UnitBuffers
 from fullshard.engine.params.extended import ExtendedParameters
 from fullshard.engine.params.flat import FlatHolder
 from fullshard.engine.params.form import UnitMesh
-from fullshard.engine.params.managed import ManagedParameter, ShardHolder, mark_owner, owner_of
+from fullshard.engine.params.managed import (
+    Backward,
+    GradientTaker,
+    ManagedParameter,
+    ShardHolder,
+    mark_owner,
+    owner_of,
+)
 from fullshard.engine.params.shown import ShownForm
 from fullshard.engine.runtime import Runtime
 from fullshard.errors import MisuseError
 from fullshard.plan.builders import retype, rows_layout
-from fullshard.plan.layout import UnitLayout
+from fullshard.plan.layout import ParamSpec, UnitLayout
 from fullshard.policies import MixedPrecisionPolicy, UnitConfig
 
 
@@ -45,7 +53,7 @@ class UnitParams:
         params: Sequence[ManagedParameter],
         mesh: UnitMesh,
         device: torch.device,
-        flat_layout: UnitLayout | None,
+        flat_layout: UnitLayout | None = None,
     ) -> None:
         self.all: list[ManagedParameter] = []
         self.holders: list[ShardHolder] = []
@@ -54,8 +62,8 @@ class UnitParams:
         self.buffers: UnitBuffers | None = None
         self.flat_layout = flat_layout
         self.is_flat = flat_layout is not None
-        self._mesh = mesh
-        self._device = device
+        self.mesh = mesh
+        self.device = device
         self.shown = ShownForm()
         self.unsharded_locals: list[torch.Tensor] = []
         self.are_plain = False
@@ -79,7 +87,7 @@ class UnitParams:
         self.holders = list(dict.fromkeys(param.holder for param in self.all))
         self.watch.forget()
         for param in self.all:
-            param.shard_group = self._mesh.shard_group
+            param.shard_group = self.mesh.shard_group
         self.shown.take(self.all)
         self._drop_buffers()
 
@@ -106,14 +114,55 @@ class UnitParams:
         """The memory of this rank's plain shards."""
         return [] if self.buffers is None else self.buffers.shard_memory
 
+    def specs(
+        self, policy: MixedPrecisionPolicy, params: Sequence[ManagedParameter] | None = None
+    ) -> list[ParamSpec]:
+        """Return shapes and dtypes of all parameters, or of these, as they are now."""
+        return [param.spec(policy) for param in (self.all if params is None else params)]
+
     def layout(
-        self, comm: Comm, policy: MixedPrecisionPolicy, plain: Sequence[ManagedParameter]
+        self,
+        comm: Comm,
+        policy: MixedPrecisionPolicy,
+        params: Sequence[ManagedParameter] | None = None,
     ) -> UnitLayout:
-        """Plan a layout of these parameters with their dtypes of now; nothing is done with them."""
-        specs = [param.spec(policy) for param in plain]
+        """Plan a layout of the plain parameters, or of those among ``params``; nothing is done with them."""
+        if params is None:
+            specs = self.specs(policy, self.plain)
+        else:
+            specs = self.specs(policy, [param for param in params if not param.is_extended])
         if self.flat_layout is not None:
             return retype(self.flat_layout, specs)
-        return rows_layout(specs, shard_size=self._mesh.plan.shard_size, rule=comm.rule)
+        return rows_layout(specs, shard_size=self.mesh.plan.shard_size, rule=comm.rule)
+
+    # Whose they are, and how they are called
+
+    def belong_to(self, unit: GradientTaker, backward: Backward) -> None:
+        """Let the parameters know their unit, and the backward of its model."""
+        for param in self.all:
+            param.unit, param.backward = weakref.ref(unit), backward
+
+    def rename(self, paths: Mapping[int, Sequence[str]]) -> None:
+        """Name the parameters by the paths of modules, by `id`: one for each use, if they are tied."""
+        for param in self.all:
+            param.names = param.names_among(paths)
+
+    def tied(
+        self, paths: Mapping[int, Sequence[str]]
+    ) -> Iterator[tuple[ManagedParameter, list[str]]]:
+        """Yield each parameter that is used in several places, with the paths of the modules that use it."""
+        for param in self.all:
+            users = [path for s in param.slots for path in paths.get(id(s.module()), [""])]
+            if len(users) != 1:
+                yield param, users
+
+    def find_misplaced(self, device: torch.device) -> tuple[list[str], torch.device] | None:
+        """Return the names of parameters whose shard is on another kind of device, and that; None if none is."""
+        for holder in self.holders:
+            if holder.local.device.type != device.type:
+                names = [param.name for param in self.all if param.holder is holder]
+                return names, holder.local.device
+        return None
 
     def zero_gradients(self, *, set_to_none: bool) -> None:
         """Drop or zero the gradients of the sharded parameters.
@@ -189,10 +238,10 @@ class UnitParams:
         self.plain = plain
         self.extended = None
         if extended := [param for param in self.all if param.is_extended]:
-            self.extended = ExtendedParameters(extended, self._mesh, self._device)
+            self.extended = ExtendedParameters(extended, self.mesh, self.device)
         # Extended parameters may get a new unsharded form at any gather, and shards over a smaller
         # group are a third form: a `Switch` knows two, which stay.
-        has_two_forms = self.extended is None and self._mesh.post_forward is None
+        has_two_forms = self.extended is None and self.mesh.post_forward is None
         self.shown.begin_anew(may_switch=has_two_forms)
 
     def allocate(
@@ -211,7 +260,7 @@ class UnitParams:
                 layout,
                 comm,
                 runtime,
-                shard_device=torch.device("cpu") if config.offload_to_cpu else self._device,
+                shard_device=torch.device("cpu") if config.offload_to_cpu else self.device,
                 pin_memory=config.pin_memory,
             )
         self._create_unsharded(buffers)
