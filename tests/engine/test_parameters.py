@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.engine.module_state import state_of
+from fullshard.errors import StateError
 from tests.api import Api
 from tests.counting import calls_of
 from tests.harness import on_ranks, rank, world_size
@@ -377,6 +378,27 @@ def _token_gradients(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
     return gradients
+
+
+@pytest.mark.ours("one use loses its gradient without a word")
+@pytest.mark.parametrize("in_units", [False, True])
+@pytest.mark.parametrize("num_steps", [0, 1])
+@on_ranks(2)
+def test_tie_after_sharding_is_refused(api: Api, in_units: bool, num_steps: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in model if in_units else ():
+        api.fully_shard(layer)
+    api.fully_shard(model)
+    for _ in range(num_steps):
+        mean_square(model(make_batch(8))).backward()
+    before = model[0].weight
+    own, model[1].weight = model[1].weight, before
+    with pytest.raises(StateError, match="weight was replaced by"):
+        model(make_batch(8))
+    model[1].weight = own  # as it was, all goes on
+    mean_square(model(make_batch(8))).backward()
+    assert model[0].weight is before
+    assert before.grad is not None
 
 
 @pytest.mark.ours("the new one is overwritten without a word")

@@ -505,11 +505,21 @@ class ManagedParameter(ShardHolder, abc.ABC):
         """Return the first parameter that somebody has registered in place of its forms.
 
         It is taken for all slots, as a tied parameter is one. Warns if other slots were left as they were.
+        Raises StateError for one that another manager has in use: two would have it.
         """
         currents = [slot.current for slot in self.slots]
-        others = [current for current in currents if self._is_other(current)]
+        others = [
+            current for current in currents if current is not None and self._is_other(current)
+        ]
         if not others:
             return None
+        owner = manager_of(others[0])
+        if owner is not None and any(slot.current is others[0] for slot in owner.slots):
+            raise StateError(
+                f"{self.name} was replaced by {owner.name}, which is sharded already. One would get the "
+                "gradients of both uses, or neither. Tie parameters before sharding; to give one the values "
+                "of the other, copy them (under torch.no_grad(), a.copy_(b))."
+            )
         if len(others) < len(currents):
             which = zip(self.names, currents, strict=True)
             replaced = [name for name, current in which if self._is_other(current)]
