@@ -70,8 +70,8 @@ def _record_functions() -> Iterator[list[str]]:
 
 @on_ranks(2)
 def test_nothing_is_between_a_call_and_the_group_if_nobody_watches(api: Api) -> None:
-    group_calls = GroupCalls(dist.group.WORLD)
     with _record_methods() as called, _record_functions() as entered:
+        group_calls = GroupCalls(dist.group.WORLD)  # takes the methods once
         _gather(group_calls)
         _reduce(group_calls, dist.ReduceOp.SUM, [0, 3, 6, 9])
         _reduce(group_calls, dist.ReduceOp.MAX, [0, 2, 4, 6])

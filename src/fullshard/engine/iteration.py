@@ -49,7 +49,7 @@ from fullshard.peers.paths import StepPhase
 from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind
 from fullshard.policies import BackwardPrefetch
-from fullshard.torch_private import are_transforms_active, queue_callback
+from fullshard.torch_private import queue_callback
 
 _number = operator.attrgetter("number")
 _is_in_place = operator.attrgetter("params.is_in_place")
@@ -478,15 +478,13 @@ class Iteration:
         if unit.config.unshard_in_backward:
             unit.unshard(after=self._begun)
 
+    @outside_transforms
     def after_backward(self, unit: Unit, *, keeps: bool = False, is_used: bool = False) -> None:
         """Take a unit's complete gradients, free its parameters, and start reducing.
 
         keeps: keep the gradients for `finalize` to reduce. is_used: a forward goes on to use the
         parameters, so they are not freed.
         """
-        if are_transforms_active():  # seldom, so no decorator, which is a function in between
-            outside_transforms(self.after_backward)(unit, keeps=keeps, is_used=is_used)
-            return
         self._path.leave(unit)
         if self.observer is not None:
             self.observer.leave(Kind.BACKWARD, (unit,))
