@@ -381,24 +381,48 @@ def _token_gradients(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.ours("one use loses its gradient without a word")
+@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.parametrize("num_steps", [0, 1])
+@on_ranks(2)
+def test_tie_after_sharding_gets_the_gradients_of_both_uses(
+    api: Api, num_steps: int, hooks: bool
+) -> None:
+    gradients = []
+    for shard in (lambda model: model, api.fully_shard):
+        torch.manual_seed(0)
+        model = shard(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3))))
+        for _ in range(num_steps):
+            mean_square(model(my_part(make_batch(8)))).backward()
+            model.zero_grad()
+        model[2].weight = model[0].weight
+        if hooks:
+            model[1].weight.register_hook(lambda grad: grad)
+        for _ in range(2):
+            mean_square(model(make_batch(8))).backward()
+        gradients.append(model[0].weight.grad)
+    plain, sharded = gradients
+    torch.testing.assert_close(sharded.full_tensor(), plain)
+
+
+@pytest.mark.ours("the exchange is undone without a word")
 @pytest.mark.parametrize("in_units", [False, True])
 @pytest.mark.parametrize("num_steps", [0, 1])
 @on_ranks(2)
-def test_tie_after_sharding_is_refused(api: Api, in_units: bool, num_steps: int) -> None:
+def test_exchange_of_parameters_is_refused(api: Api, in_units: bool, num_steps: int) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for layer in model if in_units else ():
         api.fully_shard(layer)
     api.fully_shard(model)
     for _ in range(num_steps):
         mean_square(model(make_batch(8))).backward()
-    before = model[0].weight
-    own, model[1].weight = model[1].weight, before
+    first, second = model[0].weight, model[1].weight
+    model[0].weight, model[1].weight = second, first
     with pytest.raises(StateError, match="weight was replaced by"):
         model(make_batch(8))
-    model[1].weight = own  # as it was, all goes on
+    model[0].weight, model[1].weight = first, second  # as it was, all goes on
     mean_square(model(make_batch(8))).backward()
-    assert model[0].weight is before
-    assert before.grad is not None
+    assert model[0].weight is first
+    assert first.grad is not None
 
 
 @pytest.mark.ours("the new one is overwritten without a word")

@@ -505,7 +505,8 @@ class ManagedParameter(ShardHolder, abc.ABC):
         """Return the first parameter that somebody has registered in place of its forms.
 
         It is taken for all slots, as a tied parameter is one. Warns if other slots were left as they were.
-        Raises StateError for one that another manager has in use: two would have it.
+        Raises StateError for one whose own place has another one now: its memory would get that one's
+        values before its own are read.
         """
         currents = [slot.current for slot in self.slots]
         others = [
@@ -514,11 +515,11 @@ class ManagedParameter(ShardHolder, abc.ABC):
         if not others:
             return None
         owner = manager_of(others[0])
-        if owner is not None and any(slot.current is others[0] for slot in owner.slots):
+        if owner is not None and owner is not self and owner.is_replaced:
             raise StateError(
-                f"{self.name} was replaced by {owner.name}, which is sharded already. One would get the "
-                "gradients of both uses, or neither. Tie parameters before sharding; to give one the values "
-                "of the other, copy them (under torch.no_grad(), a.copy_(b))."
+                f"{self.name} was replaced by {owner.name}, which was replaced as well. Parameters of sharded "
+                "modules cannot change places: exchange the modules, or copy the values of one to the other "
+                "(under torch.no_grad(), a.copy_(b))."
             )
         if len(others) < len(currents):
             which = zip(self.names, currents, strict=True)
