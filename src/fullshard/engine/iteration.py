@@ -477,14 +477,18 @@ class Iteration:
         if unit.config.unshard_in_backward:
             unit.unshard(after=self._begun)
 
-    def after_backward(self, unit: Unit, *, keeps: bool = False, is_used: bool = False) -> None:
+    def after_backward(
+        self, unit: Unit, *, keeps: bool = False, is_used: bool = False, is_outside: bool = False
+    ) -> None:
         """Take a unit's complete gradients, free its parameters, and start reducing.
 
         keeps: keep the gradients for `finalize` to reduce. is_used: a forward goes on to use the
-        parameters, so they are not freed.
+        parameters, so they are not freed. is_outside: transforms are switched off.
         """
-        if are_transforms_active():  # seldom, so no decorator, which is a function in between
-            outside_transforms(self.after_backward)(unit, keeps=keeps, is_used=is_used)
+        # Seldom, so no decorator, which is a function in between. They count as active while switched off.
+        if are_transforms_active() and not is_outside:
+            after_backward = outside_transforms(self.after_backward)
+            after_backward(unit, keeps=keeps, is_used=is_used, is_outside=True)
             return
         self._path.leave(unit)
         if self.observer is not None:

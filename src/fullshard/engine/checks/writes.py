@@ -298,10 +298,14 @@ class WriteWatch:
         if views:  # all of them at once, which costs the host least
             torch._foreach_copy_(before, views)
 
-    def note_shards(self, unit: Unit) -> None:
-        """Take note of shards that are gathered before their module is called, or at the end of a pass."""
-        if are_transforms_active():  # seldom, so no decorator, which is a function in between
-            outside_transforms(self.note_shards)(unit)
+    def note_shards(self, unit: Unit, *, is_outside: bool = False) -> None:
+        """Take note of shards that are gathered before their module is called, or at the end of a pass.
+
+        is_outside: transforms are switched off.
+        """
+        # Seldom, so no decorator, which is a function in between. They count as active while switched off.
+        if are_transforms_active() and not is_outside:
+            outside_transforms(self.note_shards)(unit, is_outside=True)
             return
         watched = self._watched.get(unit) if self._watched else None
         if watched is not None:
@@ -310,13 +314,14 @@ class WriteWatch:
         elif (sample := self._sample_of(unit)) is not None:
             sample.take()
 
-    def has_changed(self, unit: Unit) -> bool:
+    def has_changed(self, unit: Unit, *, is_outside: bool = False) -> bool:
         """Return whether shards were written to since the last sample, as far as contents tell.
 
-        Such a write may show on one rank alone, where version counters advance on all.
+        Such a write may show on one rank alone, where version counters advance on all. is_outside: as
+        in `note_shards`.
         """
-        if are_transforms_active():
-            return outside_transforms(self.has_changed)(unit)
+        if are_transforms_active() and not is_outside:
+            return outside_transforms(self.has_changed)(unit, is_outside=True)
         if self._watched and (watched := self._watched.get(unit)) is not None:
             with no_grad():
                 return watched.compare_shards()
