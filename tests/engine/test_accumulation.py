@@ -108,7 +108,7 @@ def test_memory_of_sums_stays_for_a_module_that_runs_twice_until_nothing_is_accu
         for is_last in flags:
             model.set_requires_gradient_sync(is_last)
             mean_square(model(my_part(make_batch(16)))).backward()
-        kept = [memory.nbytes for memory in unit.gradients.unreduced.spare_memory]
+        kept = [memory.nbytes for memory in unit.gradients.unreduced.sums.spare.tensors]
         assert kept == ([] if len(flags) == 1 else [16 * 16 * 4, 16 * 4])
         model.zero_grad()
 

@@ -25,7 +25,7 @@ NOT_MISSED = {
     **dict.fromkeys(
         [
             ("engine/gradients/queue.py", "ReductionQueue.discard", text)
-            for text in ("item.reduction.wait()", "in_flight.unit.runtime.on(Lane.REDUCE)")
+            for text in ("reduction.wait()", "in_flight.unit.runtime.on(Lane.REDUCE)")
         ],
         "with lanes, what was started is finished at once: tests/engine",
     ),

@@ -161,7 +161,7 @@ class Tape(PassWatcher):
         for unit in self.units:
             by_holder = {param.holder: param for param in reversed(unit.managed)}
             for holder, param in by_holder.items():
-                if unit.gradients.unreduced.shows(holder):
+                if unit.gradients.unreduced.sums.shows(holder):
                     continue  # a sum of this rank's own, which waits
                 if (grad := holder.local_grad) is not None:
                     # Plus 0, as gradients may have been zeros that these were added to: -0 is then 0.

@@ -459,7 +459,7 @@ class Hooks:
             unit.wait_unshard()
             # After `wait_unshard`, which gives ``.grad`` back to autograd: sums are put there.
             if unit.gradients.unreduced.is_holding:
-                unit.gradients.lend_unreduced()
+                unit.gradients.unreduced.sums.lend()
         iteration.begin_backward_units(units)
         # After the module's own gathers, which would queue behind. Reversed, as backward runs
         # against the order of forward.

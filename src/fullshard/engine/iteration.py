@@ -35,8 +35,7 @@ from fullshard.comm.shared_memory import UnavailableError
 from fullshard.engine.adoption import adopt, fall_back, follow_moves
 from fullshard.engine.checks.gradients import UnusedWatch
 from fullshard.engine.checks.path import Path
-from fullshard.engine.checks.stayed import StayedUnits, is_whole
-from fullshard.engine.checks.writes import WriteWatch
+from fullshard.engine.checks.writes import StayedUnits, WriteWatch, is_whole
 from fullshard.engine.finalization import Finalization
 from fullshard.engine.gradients.queue import ReductionQueue
 from fullshard.engine.guard.param_watch import ModelWatch

@@ -554,7 +554,7 @@ class Unit:
     def is_outdated(self) -> bool:
         """True if what stayed unsharded differs from the shards, as far as this rank sees.
 
-        Other ranks may see something else; `checks.stayed` lets them agree.
+        Other ranks may see something else; `checks.writes` lets them agree.
         """
         if not self.is_unsharded:
             return False

@@ -194,9 +194,9 @@ def _tensors_of(unit: Unit) -> Iterator[tuple[MemoryCategory, torch.Tensor]]:
         yield MemoryCategory.SHARDS, tensor
     for tensor in unit.unsharded_memory:
         yield MemoryCategory.UNSHARDED, tensor
-    for tensor in (*unit.gradients.unreduced.memory, *unit.gradients.partial_sums):
+    for tensor in (*unit.gradients.unreduced.sums.memory, *unit.gradients.partial_sums):
         yield MemoryCategory.FULL_GRADIENTS, tensor
-    for tensor in unit.gradients.unreduced.spare_memory:
+    for tensor in unit.gradients.unreduced.sums.spare.tensors:
         yield MemoryCategory.KEPT, tensor
     for tensor in unit.gathering:
         yield MemoryCategory.COMMUNICATION, tensor

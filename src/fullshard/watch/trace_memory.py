@@ -105,8 +105,8 @@ class MemoryMeter:
         """Count a unit's full gradients again, with those that wait for a reduction."""
         forms = [param.unsharded for param in unit.managed]
         grads = [form.grad for form in forms if form is not None and form.grad is not None]
-        kept = (*unit.gradients.unreduced.spare_memory, *unit.gradients.partial_sums)
-        tensors = (*grads, *unit.gradients.unreduced.memory, *kept)
+        kept = (*unit.gradients.unreduced.sums.spare.tensors, *unit.gradients.partial_sums)
+        tensors = (*grads, *unit.gradients.unreduced.sums.memory, *kept)
         sizes: dict[int, int] = {}
         for tensor in map(local_part, tensors):  # one may be a view of another
             address = tensor.untyped_storage().data_ptr()

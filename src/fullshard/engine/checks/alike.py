@@ -56,7 +56,8 @@ def check_alike(
     references = [weakref.ref(unit) for unit in units]
 
     def lines() -> list[str]:
-        return describe([unit for each in references if (unit := each()) is not None], kinds)
+        left = [unit for each in references if (unit := each()) is not None]
+        return [*_settings(left, kinds), *_parameters(left)]
 
     for record in records:
         record.enter_compared("first use of the model", digest, lines)
@@ -84,10 +85,7 @@ class FreezeWatch:
         params = [param for unit in self._units for param in unit.params]
         changed = [param for param in params if before.get(param.holder) != now[param.holder]]
         self._frozen = frozen
-        lines = [
-            f"{param.name} is {'trained' if param.requires_grad else 'frozen'} now"
-            for param in changed
-        ]
+        lines = [f"{p.name} is {'trained' if p.requires_grad else 'frozen'} now" for p in changed]
         others = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
         what = f"{lines[0]}{others}" if lines else "other parameters"
         digest = zlib.crc32("\n".join(lines).encode())
@@ -104,15 +102,11 @@ class FreezeWatch:
         return itertools.chain.from_iterable(of_units)
 
 
-def describe(units: Sequence[Unit], kinds: Sequence[type]) -> list[str]:
-    """Return what has to be the same on all ranks, line by line."""
-    return [*_settings(units, kinds), *_parameters(units)]
-
-
 def _settings(units: Sequence[Unit], kinds: Sequence[type]) -> list[str]:
     python = ".".join(platform.python_version_tuple()[:2])
     lines = [f"torch {torch.__version__}", f"fullshard {VERSION}", f"Python {python}"]
-    lines += sorted(_sources(kinds))
+    classes: set[Any] = {base for kind in kinds for base in kind.__mro__}
+    lines += sorted(set(map(_source_of, classes)) - {""})
     for unit in units:
         mesh = unit.mesh.plan
         head = f"{unit.path} is a unit"
@@ -140,12 +134,6 @@ def _shown(value: Any) -> str:
     if callable(value):  # its representation has an address
         return getattr(value, "__qualname__", type(value).__qualname__)
     return str(value)
-
-
-def _sources(kinds: Iterable[type]) -> set[str]:
-    """Return a line for each file that defines one of these classes or a base of it."""
-    bases: set[Any] = {base for kind in kinds for base in kind.__mro__}
-    return {line for base in bases if (line := _source_of(base))}
 
 
 @functools.cache

@@ -106,27 +106,21 @@ class UnusedWatch:
         if not asked:
             return
         rank = place_in_job().rank
-        found: dict[str, list[int]] = {}
+        found: dict[str, set[int]] = {}
         for unit in asked:
             had = self._had.pop(unit, set())
             for index, param in enumerate(unit.params):
                 if index not in had and param.sharded.requires_grad:
-                    found[param.name] = [rank]
+                    found[param.name] = {rank}
         # Once each, in one order on all ranks.
         for group in dict.fromkeys(group for unit in asked for group in unit.mesh.groups):
-            found = _merged(gather_objects(found, group, "comparing unused parameters"))
+            everyones = gather_objects(found, group, "comparing unused parameters")
+            found = {}
+            for name, ranks in (item for own in everyones for item in own.items()):
+                found.setdefault(name, set()).update(ranks)
         if found:
-            shown = first_names([f"{name} (ranks {ranks})" for name, ranks in found.items()])
+            shown = first_names([f"{n} (ranks {sorted(ranks)})" for n, ranks in found.items()])
             raise StateError(
                 f"Trained parameters got no gradient in this backward: {shown}. Freeze "
                 "them, use them in the loss, or call set_unused(module, 'zero'), which gives them zeros."
             )
-
-
-def _merged(everyones: Sequence[dict[str, list[int]]]) -> dict[str, list[int]]:
-    """Return, by name in one order, the ranks of all."""
-    merged: dict[str, set[int]] = {}
-    for own in everyones:
-        for name, ranks in own.items():
-            merged.setdefault(name, set()).update(ranks)
-    return {name: sorted(ranks) for name, ranks in merged.items()}

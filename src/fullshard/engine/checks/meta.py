@@ -102,7 +102,7 @@ def _unwritten(root: nn.Module) -> Iterator[str]:
 
 def _own_part(module: nn.Module, name: str) -> torch.Tensor | None:
     """Return this rank's part of a tensor, if it has any elements."""
-    tensor = module._parameters.get(name, module._buffers.get(name))
+    tensor = _registered(module, name)
     if tensor is None or tensor.is_meta:
         return None
     local = local_part(tensor)
@@ -110,8 +110,12 @@ def _own_part(module: nn.Module, name: str) -> torch.Tensor | None:
 
 
 def _version(module: nn.Module, name: str) -> int:
-    tensor = module._parameters.get(name, module._buffers.get(name))
+    tensor = _registered(module, name)
     return -1 if tensor is None else tensor._version
+
+
+def _registered(module: nn.Module, name: str) -> torch.Tensor | None:
+    return module._parameters.get(name, module._buffers.get(name))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,20 +142,16 @@ def find_meta_buffers(model: Model) -> str | None:
     notice that ``to_empty`` or a load left some out (those that are not persistent are in no checkpoint),
     and torch computes with some of them as if they had values.
     """
-    own = {
-        module
-        for module in model.modules
-        if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values())
-    }
-    if not own:
-        return None
+    own = {id(module) for module in model.modules}
     names = [
         clean_name(f"{path}.{name}")
         for path, module in model.root.named_modules()
-        if module in own
+        if id(module) in own
         for name, buffer in module._buffers.items()
         if buffer is not None and buffer.is_meta
     ]
+    if not names:
+        return None
     return (
         "FSDP buffers should be materialized from meta device before training, but the following were "
         f"still on meta device: {first_names(names)} (rank {dist.get_rank()}). Call "

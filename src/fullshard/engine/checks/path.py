@@ -38,8 +38,13 @@ class Path:
                 unit.set_model(self._records[record])
         check_alike(units, kinds, self._records)
         self._freezing = FreezeWatch(units)
-        self._order = ForwardOrder(units)
+        self._units = units
+        # Numbers of units in the order of their forwards: of the first iteration, once that is over, and
+        # of this one so far. Empty unless `_checks_order`.
         self._checks_order = False
+        self._first_order: list[int] = []
+        self._order: list[int] = []
+        self._has_warned = False
 
     def begin_forward(self) -> None:
         """Begin the root's forward, and tell of parameters that are frozen or trained since the last."""
@@ -59,15 +64,15 @@ class Path:
     def enter(self, units: Sequence[Unit], *, is_training: bool) -> None:
         """Tell of units whose forward begins. Call it before any gather of theirs.
 
-        Ranks that differ would match each other's gathers. Raises as `ForwardOrder.check` and
-        `_check_step`, where these are asked for.
+        Ranks that differ would match each other's gathers. Raises as `_check_order` and `_check_step`,
+        where these are asked for.
         """
         if not (self._notes or self._checks_order or StepChecks.are_on):
             return
         for unit in units:
             number = unit.number
             if self._checks_order and is_training:
-                self._order.check(number)
+                self._check_order(number)
             if StepChecks.are_on:
                 _check_step(unit, Moment(self._step, self._phase))
             for note in self._notes:
@@ -88,11 +93,44 @@ class Path:
 
     def end_iteration(self) -> None:
         """Note that the last backward of an iteration is over."""
-        self._order.end_iteration()
+        self._first_order = self._first_order or self._order
+        self._order = []
 
     def forget(self) -> None:
         """Forget an iteration that an exception ended."""
-        self._order.forget()
+        self._order = []
+
+    def _check_order(self, number: int) -> None:
+        """Check the unit whose forward begins, by its number. Every rank has to call it.
+
+        In the first iteration, raises StateError on all ranks if they run different units. Later, warns
+        once if this rank's order has changed.
+        """
+        position = len(self._order)
+        self._order.append(number)
+        if not self._first_order:
+            mesh = self._units[number].mesh
+            group = mesh.shard_group or mesh.replicate_group
+            numbers = gather_objects(number, group, "comparing the order of units")
+            if len(set(numbers)) > 1:
+                seen = ", ".join(f"rank {r}: {self._name(n)}" for r, n in enumerate(numbers))
+                raise StateError(
+                    "Forward order differs across ranks: at the same place, they run different units "
+                    f"({seen}). Let every rank run the same modules in the same order."
+                )
+        elif self._first_order[position : position + 1] != [number] and not self._has_warned:
+            self._has_warned = True
+            expected = map(self._name, self._first_order[position : position + 1])
+            warnings.warn(
+                "Forward order differs from that of the first iteration on rank "
+                f"{dist.get_rank()}. Collectives are unchecked and may give incorrect results or "
+                f"hang. This iteration runs {self._name(number)} at place {position}, the first "
+                f"ran {next(expected, 'nothing')}.",
+                stacklevel=2,
+            )
+
+    def _name(self, number: int) -> str:
+        return repr(self._units[number].name or "root")
 
 
 class StepChecks:
@@ -113,55 +151,3 @@ def _check_step(unit: Unit, moment: Moment) -> None:
                 "Ranks are at different units, by their numbers in the group: "
                 f"{said(dict(enumerate(everyones)))}. Let every rank run the same units in the same order."
             )
-
-
-class ForwardOrder:
-    """The order of one model's units in forward."""
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._units = units
-        self._first: list[int] | None = None  # unit numbers, once the first iteration is over
-        self._current: list[int] = []  # those of this iteration so far
-        self._has_warned = False
-
-    def check(self, number: int) -> None:
-        """Check the unit that runs now. Every rank has to call it before the unit's all-gather.
-
-        number: the unit's index. In the first iteration, raises StateError on all ranks if they run
-        different units. Later, warns once if this rank's order has changed.
-        """
-        position = len(self._current)
-        self._current.append(number)
-        if self._first is None:
-            mesh = self._units[number].mesh
-            group = mesh.shard_group or mesh.replicate_group
-            numbers = gather_objects(number, group, "comparing the order of units")
-            if len(set(numbers)) > 1:
-                seen = ", ".join(f"rank {r}: {self._name(n)}" for r, n in enumerate(numbers))
-                raise StateError(
-                    "Forward order differs across ranks: at the same place, they run different units "
-                    f"({seen}). Let every rank run the same modules in the same order."
-                )
-        elif self._first[position : position + 1] != [number] and not self._has_warned:
-            self._has_warned = True
-            expected = self._first[position] if position < len(self._first) else None
-            warnings.warn(
-                "Forward order differs from that of the first iteration on rank "
-                f"{dist.get_rank()}. Collectives are unchecked and may give incorrect results or "
-                f"hang. This iteration runs {self._name(number)} at place {position}, the first "
-                f"ran {'nothing' if expected is None else self._name(expected)}.",
-                stacklevel=2,
-            )
-
-    def end_iteration(self) -> None:
-        """Note that the last backward of an iteration is over."""
-        if self._current and self._first is None:
-            self._first = self._current
-        self._current = []
-
-    def forget(self) -> None:
-        """Forget the order of an iteration that an exception ended."""
-        self._current = []
-
-    def _name(self, number: int) -> str:
-        return repr(self._units[number].name or "root")

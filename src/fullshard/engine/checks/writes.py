@@ -1,9 +1,8 @@
-"""Notice writes to parameters while the model runs, and stay right in spite of them.
+"""Notice writes to parameters, while the model runs and between its passes, and stay right in spite of them.
 
-Two fast ways assume that nobody writes to a parameter between a model's first use of an iteration
-and its last: reading peers' shards in place, and gathering a unit before its forward begins. A
-program need not keep to that: a momentum encoder is updated inside forward, weights are clamped
-before they are used, an embedding renormalises itself. So the first two passes of each kind
+Reading peers' shards in place, and gathering a unit before its forward begins, assume that nobody
+writes to a parameter between a model's first use of an iteration and its last. A program need not
+keep to that (docs/design.md, Writes while the model runs). So the first two passes of each kind
 (training or evaluation, with or without gradients) are *watched*, and some later ones, ever fewer:
 
     watched pass   every gather is ordered with all ranks' writes, goes to private memory and is
@@ -13,21 +12,12 @@ before they are used, an embedding renormalises itself. So the first two passes 
 
 A watched pass is right whatever the program does. Contents are compared, since most ways to write
 leave no trace: ``p.data.mul_()`` and ``torch._foreach_mul_`` advance no version counter of a
-DTensor.
+DTensor. On devices with streams nothing is gathered early, and the host waits once for what a
+watched pass has compared, when the next pass begins; later writes are noticed by version counters
+alone, as the host would have to wait for contents.
 
-On devices with streams nothing is gathered early, and the host waits once for what a watched pass has
-compared, when the next pass begins. After it, gathers of units that nobody wrote to wait for less than all
-that compute was given: see `runtime.Rotation`.
-
-Writes that begin later are noticed by version counters, where they advance, and by contents: copies
-of small shards, sums of blocks of large ones. Not on devices with streams, where the host would
-wait. What was gathered early is then
-gathered again. Where peers have read in place it is too late, and forward or backward raises
-StateError. Contents may change on one rank alone, which then is the only one to gather again: the
-others raise DivergenceError, unless version counters told all of them.
-
-A module's write to its own unsharded weights is lost when these are freed. In a watched pass any
-such write is noticed; in others, those that advance a version counter (`guard.param_watch`).
+What stays unsharded from one pass to the next is in memory of this rank alone, so a forward need
+not gather it, unless somebody has written to its shards since: see `StayedUnits`.
 
 [Note: Ordered gathers] All ranks meet, copy, and meet again: every rank gets what each wrote before
 it came to the unit, and nothing of what it writes later, as with a collective. All ranks have to
@@ -36,11 +26,10 @@ agree which units are ordered, so what each has seen is combined between two pas
 
 import collections
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 
-from fullshard.engine.checks.stayed import chosen_by_any
 from fullshard.engine.restoring import naming_lack
 from fullshard.engine.runtime import no_grad, outside_transforms
 from fullshard.engine.unit import Unit
@@ -62,8 +51,8 @@ class _Watched:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.is_written = False
-        # On devices with streams: what was compared, and whose contents it was; read by `conclude`.
-        self._unread: list[tuple[torch.Tensor, list[str]]] = []
+        # On devices with streams: vectors that say which contents have changed, and whose these were.
+        self.unread: list[tuple[torch.Tensor, list[str]]] = []
         self._shards = _fingerprints(unit.params.shard_memory)
         self._num_writes = self._count_writes()
         self._unsharded: _Fingerprints | None = None  # from `open` to `close`
@@ -89,13 +78,10 @@ class _Watched:
             return  # it had no backward of its own, or is freed already
         tensors = self.unit.params.unsharded_locals
         names = [param.name for param in self.unit.params.plain]
-        versions = [tensor._version for tensor in tensors]
-        written = [
-            name
-            for name, old, new in zip(names, self._versions, versions, strict=True)
-            if old != new
+        are_written = [
+            tensor._version != old for tensor, old in zip(tensors, self._versions, strict=True)
         ]
-        self._warn_of(written)
+        self._warn_of(list(itertools.compress(names, are_written)))
         self._compare(before, _fingerprints(tensors), names)
 
     def compare_shards(self) -> bool:
@@ -112,7 +98,7 @@ class _Watched:
         return has_changed
 
     def _read(self) -> None:
-        self.conclude([flag for flags in self.unread for flag in flags.tolist()])
+        self.conclude([flag for flags, _ in self.unread for flag in flags.tolist()])
 
     def note_shards(self) -> None:
         """Note whether the shards were written to since the last call.
@@ -131,7 +117,7 @@ class _Watched:
             self._note([not torch.equal(*pair) for pair in zip(before, after, strict=True)], names)
         elif before:
             flags = [(old != new).any() for old, new in zip(before, after, strict=True)]
-            self._unread.append((torch.stack(flags), names))
+            self.unread.append((torch.stack(flags), names))
 
     def _note(self, have_changed: Sequence[bool], names: Sequence[str]) -> None:
         self.is_written |= any(have_changed)
@@ -142,17 +128,12 @@ class _Watched:
             self.is_written = True
             self.unit.watch.warn_of_lost(self.unit.label, names)
 
-    @property
-    def unread(self) -> list[torch.Tensor]:
-        """Vectors on the device that say which contents have changed, for `conclude`."""
-        return [flags for flags, _ in self._unread]
-
     def conclude(self, have_changed: Sequence[bool]) -> None:
-        """Take note of what the device has found: the elements of `unread`, one after the other."""
+        """Take note of what the device has found: the elements of ``unread``, one after the other."""
         flags = iter(have_changed)
-        for vector, names in self._unread:
+        for vector, names in self.unread:
             self._note(list(itertools.islice(flags, len(vector))), names)
-        self._unread.clear()
+        self.unread.clear()
 
     def _count_writes(self) -> int:
         """Sum the version counters that `ParamWatch.changed_since_begin` compares in place."""
@@ -163,8 +144,7 @@ class _Watched:
 class _Sample:
     """The contents of a unit's shards when `WriteWatch` last took them.
 
-    views: the small shards, as 1-D integers. before: copies of them. large: the others, of which
-    `take_sums` takes sums.
+    views: the small shards, as 1-D integers. before: copies of them. large: the others. sums: of those.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -175,36 +155,21 @@ class _Sample:
             self.views = [each for each in words if each.numel() <= _MAX_COPIED]
             self.before = [torch.empty_like(view) for view in self.views]
             self.large = [each for each in words if each.numel() > _MAX_COPIED]
-            self._sums: _Fingerprints = []
+            self.sums: _Fingerprints = []
 
     def take(self) -> None:
         """Take note of all shards."""
         if self.large:
-            self.take_sums()
+            self.sums = _fingerprints(self.large)
         if self.views:
             torch._foreach_copy_(self.before, self.views)
-
-    def take_sums(self) -> None:
-        """Take note of the large shards."""
-        self._sums = _fingerprints(self.large)
 
     @property
     def has_changed(self) -> bool:
         """True if any of the shards has other contents now."""
         if not all(map(torch.equal, self.before, self.views)):
             return True
-        return bool(self.large) and not all(map(torch.equal, self._sums, _fingerprints(self.large)))
-
-
-def refuse_write(unit: Unit) -> None:
-    """Raise StateError: somebody wrote to parameters that ranks have been reading in place."""
-    raise StateError(
-        f"{unit.label}: its parameters were written to while the model ran, between the beginning "
-        "of forward and the end of backward. The first passes did not do that, so the ranks of "
-        "this host read each other's parameters in place, and some may have read half-written "
-        "values. Write between steps, or from the first step on, or call "
-        "set_default_comm('process_group') before sharding."
-    )
+        return bool(self.large) and not all(map(torch.equal, self.sums, _fingerprints(self.large)))
 
 
 def _may_be_ordered(unit: Unit) -> bool:
@@ -286,8 +251,7 @@ class WriteWatch:
     def check_unwritten(self, unit: Unit) -> None:
         """Raise StateError if somebody wrote to a unit that peers read in place."""
         if unit.watch.changed_since_begin and _has_readers(unit):
-            self.start_again()
-            refuse_write(unit)
+            self._refuse(unit)
 
     def refuse_writes(self, units: Iterable[Unit]) -> None:
         """Raise StateError if somebody wrote, since forward began, to shards that peers read.
@@ -300,8 +264,7 @@ class WriteWatch:
                 and _has_readers(unit)
                 and (unit.watch.reached_peers or self.has_changed(unit))
             ):
-                self.start_again()
-                refuse_write(unit)
+                self._refuse(unit)
             elif self.is_watching and unit in self._watched:
                 self.note_shards(unit)  # an error here in a later pass
 
@@ -329,16 +292,20 @@ class WriteWatch:
         for unit in self._units:
             sample = self._sample_of(unit) if unit.params.is_in_place else None
             if sample is not None:
-                sample.take_sums()
+                sample.sums = _fingerprints(sample.large)
                 views += sample.views
                 before += sample.before
         if views:  # all of them at once, which costs the host least
             torch._foreach_copy_(before, views)
 
-    def note_shards(self, unit: Unit) -> None:
-        """Take note of shards that are gathered before their module is called, or at the end of a pass."""
-        if are_transforms_active():  # seldom, so no decorator, which is a function in between
-            outside_transforms(self.note_shards)(unit)
+    def note_shards(self, unit: Unit, *, is_outside: bool = False) -> None:
+        """Take note of shards that are gathered before their module is called, or at the end of a pass.
+
+        is_outside: transforms are switched off.
+        """
+        # Seldom, so no decorator, which is a function in between. They count as active while switched off.
+        if are_transforms_active() and not is_outside:
+            outside_transforms(self.note_shards)(unit, is_outside=True)
             return
         watched = self._watched.get(unit) if self._watched else None
         if watched is not None:
@@ -347,13 +314,14 @@ class WriteWatch:
         elif (sample := self._sample_of(unit)) is not None:
             sample.take()
 
-    def has_changed(self, unit: Unit) -> bool:
+    def has_changed(self, unit: Unit, *, is_outside: bool = False) -> bool:
         """Return whether shards were written to since the last sample, as far as contents tell.
 
-        Such a write may show on one rank alone, where version counters advance on all.
+        Such a write may show on one rank alone, where version counters advance on all. is_outside: as
+        in `note_shards`.
         """
-        if are_transforms_active():
-            return outside_transforms(self.has_changed)(unit)
+        if are_transforms_active() and not is_outside:
+            return outside_transforms(self.has_changed)(unit, is_outside=True)
         if self._watched and (watched := self._watched.get(unit)) is not None:
             with no_grad():
                 return watched.compare_shards()
@@ -374,9 +342,16 @@ class WriteWatch:
             sample = self._samples[unit] = _Sample(unit)
         return sample
 
-    def start_again(self) -> None:
-        """Watch the next pass of every kind, after a write that watched passes had not seen."""
+    def _refuse(self, unit: Unit) -> None:
+        """Raise StateError for a write, and watch the next pass of every kind, as others had not seen it."""
         self._passes.clear()
+        raise StateError(
+            f"{unit.label}: its parameters were written to while the model ran, between the beginning "
+            "of forward and the end of backward. The first passes did not do that, so the ranks of "
+            "this host read each other's parameters in place, and some may have read half-written "
+            "values. Write between steps, or from the first step on, or call "
+            "set_default_comm('process_group') before sharding."
+        )
 
     def _conclude(self) -> None:
         """Agree on which units were written to, and let the others be read in place again.
@@ -384,15 +359,16 @@ class WriteWatch:
         Every rank has to call it. A unit whose private memory is still in use, by a graph say,
         keeps it, and is asked about again before the next pass.
         """
-        if unread := [flags for watched in self._watched.values() for flags in watched.unread]:
+        if unread := [flags for each in self._watched.values() for flags, _ in each.unread]:
             found = iter(torch.cat(unread).tolist())  # the host waits, once
             for watched in self._watched.values():
-                watched.conclude(list(itertools.islice(found, sum(map(len, watched.unread)))))
+                num_flags = sum(len(flags) for flags, _ in watched.unread)
+                watched.conclude(list(itertools.islice(found, num_flags)))
         written = {unit for unit, watched in self._watched.items() if watched.is_written}
         in_use = {unit for unit in self._watched if _is_in_use(unit)}
         # Of all units, watched or not, so that each has its place on all ranks.
-        written = chosen_by_any(written, self._units)
-        in_use = chosen_by_any(in_use, [u for u in self._units if u.comm.reads_in_place])
+        written = _chosen_by_any(written, self._units)
+        in_use = _chosen_by_any(in_use, [u for u in self._units if u.comm.reads_in_place])
         for unit in [*self._watched]:
             if unit in written:
                 unit.is_written = True
@@ -404,20 +380,74 @@ class WriteWatch:
             del self._watched[unit]
 
 
-def _fingerprints(tensors: Sequence[torch.Tensor]) -> _Fingerprints:
+class StayedUnits:
+    """The units of one model that stayed unsharded after its last pass.
+
+    All ranks have to agree which of them to gather anew, or one would wait for the others in vain.
+    """
+
+    def __init__(self) -> None:
+        self._stayed: list[Unit] = []
+
+    def note(self, unsharded: Iterable[Unit]) -> None:
+        """Note which of these are unsharded in private memory, at the end of a pass of all ranks."""
+        self._stayed = [unit for unit in unsharded if not unit.params.is_in_place]
+
+    def drop_outdated(self, unsharded: Iterable[Unit], *, is_for_all: bool) -> None:
+        """Reshard units, of these, whose shards were written to since they were gathered.
+
+        A rank notices writes to its own rows, and may have no rows of a unit. So ranks agree if all
+        run this forward (``is_for_all``). Otherwise, where this rank may evaluate alone, one
+        outdated unit stands for all, so that ranks are likely to do the same.
+        """
+        outdated = {unit for unit in unsharded if unit.is_outdated}
+        if is_for_all and self._stayed:
+            # Resharded on this rank alone: by a load, say, or an exception in its own evaluation.
+            gone = {unit for unit in self._stayed if not unit.is_unsharded}
+            outdated |= _chosen_by_any(outdated | gone, self._stayed)
+            # Cleared here only: the others have to hear of it in the next forward of all.
+            self._stayed = []
+        elif outdated:
+            outdated |= {unit for unit in self._stayed if not unit.is_held}
+        for unit in outdated:
+            unit.reshard()
+
+
+def is_whole(unit: Unit) -> bool:
+    """Return whether this rank has the unit's whole parameters, and memory that no peer writes to."""
+    if unit.is_unsharded and not unit.is_in_place:
+        return True
+    return unit.mesh.plan.shard_size == 1 or not unit.params
+
+
+def _chosen_by_any(chosen: Container[Unit], among: Sequence[Unit]) -> set[Unit]:
+    """Return those of the units that any rank has chosen.
+
+    Every rank has to call it, with the same units in ``among``, in the same order.
+    """
+    by_group = collections.defaultdict[object, list[Unit]](list)
+    for unit in among:
+        by_group[unit.mesh.shard_group].append(unit)
+    found: set[Unit] = set()
+    for units in by_group.values():
+        bits = sum((unit in chosen) << number for number, unit in enumerate(units))
+        bits = units[0].comm.agree(bits, len(units))
+        found.update(unit for number, unit in enumerate(units) if bits >> number & 1)
+    return found
+
+
+def _fingerprints(tensors: Iterable[torch.Tensor]) -> _Fingerprints:
     """Return, for each contiguous tensor, the sums of its blocks of words: 1-D, int64.
 
     A copy would take as much memory as the unit. A write that keeps all sums of blocks is missed.
     """
-    return [_fingerprint(tensor) for tensor in tensors]
-
-
-def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    words = _words(tensor)
-    num_blocks, rest = divmod(words.numel(), _BLOCK)
-    blocks, tail = words.split([words.numel() - rest, rest])
-    sums = blocks.view(num_blocks, _BLOCK).sum(1, dtype=torch.int64)
-    return torch.cat([sums, tail.sum(dtype=torch.int64).view(1)])
+    found = []
+    for words in map(_words, tensors):
+        num_blocks, rest = divmod(words.numel(), _BLOCK)
+        blocks, tail = words.split([words.numel() - rest, rest])
+        sums = blocks.view(num_blocks, _BLOCK).sum(1, dtype=torch.int64)
+        found.append(torch.cat([sums, tail.sum(dtype=torch.int64).view(1)]))
+    return found
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from fullshard.engine.guard.uses import python_uses
 from fullshard.engine.params.buffers import whole_views
 from fullshard.engine.params.flat import show_gradient
 from fullshard.engine.params.managed import ManagedParameter, ShardHolder
+from fullshard.engine.runtime import outside_transforms
 from fullshard.plan.layout import BucketLayout, UnitLayout
 from fullshard.torch_private import storage_uses
 
@@ -81,10 +82,10 @@ def _references_to_own() -> int:
     return python_uses(own)
 
 
-class RowsAccumulation:
+class Sums:
     """Adds up the gradients of parameters that are sharded one by one, hidden from users.
 
-    The members are those of `FlatAccumulation`. spare: the memory for the next sums.
+    Each sum is its parameter's ``accumulated_grad``. spare: the memory for the next ones.
     """
 
     def __init__(
@@ -98,25 +99,29 @@ class RowsAccumulation:
 
     @property
     def memory(self) -> list[torch.Tensor]:
+        """The memory of the sums, lent or not."""
         return [p.accumulated_grad for p in self._params if p.accumulated_grad is not None]
 
     @property
     def covered(self) -> list[torch.Tensor]:
-        return []  # sums are hidden
+        """Reduced gradients in whose place sums are shown."""
+        return []
 
     def shows(self, holder: ShardHolder) -> bool:
+        """Return whether ``.grad`` of what an optimizer updates is a sum that waits."""
         return False
 
     @torch.no_grad()
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Add full gradients, one per parameter or None. Ends what `lend` began."""
         for index, (param, grad) in enumerate(zip(self._params, grads, strict=True)):
-            # The cases of [Note: Lent sums]. What was lent is not in `accumulated_grad`, so a gradient
-            # that contains it begins the sum again.
+            # The cases of [Note: Lent sums].
+            lent = self._lent.get(index)
             if grad is None:
-                if index in self._lent:
-                    param.accumulated_grad = self._lent[index]
                 continue
-            if param.accumulated_grad is not None:
+            if grad is lent:
+                param.accumulated_grad = grad
+            elif lent is None and param.accumulated_grad is not None:
                 param.accumulated_grad.add_(grad)
             else:
                 param.accumulated_grad = self._begin_sum(index, grad)
@@ -127,71 +132,62 @@ class RowsAccumulation:
 
         Often that is the gradient itself, which autograd will not touch any more.
         """
-        if grad is self._lent.get(index):
-            return grad
         dtype = self._dtypes[index] or grad.dtype
         memory = self.spare.take(index, grad.shape, dtype)
         if memory is not None:
             return memory.copy_(grad)
         return (grad.detach() if grad.requires_grad else grad).to(dtype)
 
+    @outside_transforms  # sums are plain tensors, and so of no level of `torch.func`
     def lend(self) -> None:
+        """Put the sums where the backward that begins adds to them in place. See [Note: Lent sums]."""
         for index, param in enumerate(self._params):
             grad = param.accumulated_grad
             if grad is not None and _can_be_lent(param, grad):
                 assert param.unsharded is not None
                 param.unsharded.grad = self._lent[index] = grad
-                # Else `add` would add the sum to itself.
-                param.accumulated_grad = None
 
     def take(self) -> list[torch.Tensor | None]:
-        grads = [param.accumulated_grad for param in self._params]
-        for index, (param, grad) in enumerate(zip(self._params, grads, strict=True)):
-            if grad is not None:
-                # The reduction reads it yet. `take` of spare memory finds that out by counting.
-                self.spare.keep(index, grad)
-                param.accumulated_grad = None
+        """Return the sums, one per parameter or None, and forget them."""
+        sums = [param.accumulated_grad for param in self._params]
+        for param in self._params:
+            param.accumulated_grad = None
         self._lent.clear()
-        return grads
+        self._keep_memory(sums)
+        return sums
+
+    def _keep_memory(self, sums: Sequence[torch.Tensor | None]) -> None:
+        # The reduction reads it yet. `take` of spare memory finds that out by counting.
+        for index, each in enumerate(sums):
+            if each is not None:
+                self.spare.keep(index, each)
 
 
-class FlatAccumulation:
+class FlatSums(Sums):
     """Adds up the gradients of flat buffers, visible as ``.grad``.
 
-    spare: the memory for the next sums.
+    They have the compute dtype, as autograd would leave them.
     """
 
     def __init__(
-        self,
-        layout: UnitLayout,
-        params: Sequence[ManagedParameter],
-        device: torch.device,
+        self, params: Sequence[ManagedParameter], layout: UnitLayout, device: torch.device
     ) -> None:
-        """Begin without sums.
-
-        device: of the sums, which have the compute dtype, as autograd would leave them.
-        """
+        """Begin without sums. device: where they are formed."""
+        super().__init__(params, ())
         self._layout = layout
-        self._params = params
         self._device = device
-        # By index of the parameter: the buffer of its bucket, and its part of that.
-        self._flats: dict[int, torch.Tensor] = {}
-        self._views: dict[int, torch.Tensor] = {}
-        self._present: set[int] = set()  # indices of parameters that have a sum
-        self._lent: dict[int, torch.Tensor] = {}
+        self._flats: dict[int, torch.Tensor] = {}  # the buffers, by number of their bucket
+        self._views: dict[int, torch.Tensor] = {}  # their parts, by index of the parameter
         # What users find as `.grad` meanwhile, and the reduced gradient that was there before.
         self._shown: dict[ShardHolder, torch.Tensor] = {}
         self._covered: dict[ShardHolder, torch.Tensor | None] = {}
-        self.spare = SpareMemory()
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """The buffers of full gradients, one per bucket, lent or not."""
-        return list({id(flat): flat for flat in self._flats.values()}.values())
+        return list(self._flats.values())
 
     @property
     def covered(self) -> list[torch.Tensor]:
-        """Reduced gradients in whose place sums are shown."""
         self._forget_dropped()
         return [grad for grad in self._covered.values() if grad is not None]
 
@@ -200,36 +196,27 @@ class FlatAccumulation:
 
     @torch.no_grad()
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add full gradients, one per parameter or None, and show the sums. Ends what `lend` began."""
         # First: what users have dropped since must not come back with the sum.
         self._forget_dropped()
         for number, bucket in enumerate(self._layout.buckets):
             has_gradient = [grads[param.index] is not None for param in bucket.params]
-            if any(has_gradient) and bucket.params[0].index not in self._flats:
+            if any(has_gradient) and number not in self._flats:
                 self._allocate(number, bucket, covers=all(has_gradient))
-        for index, grad in enumerate(grads):
-            if grad is None:
-                continue
-            lent = self._lent.get(index)
-            # See [Note: Lent sums]. A sum that was lent and dropped needs nothing: it is in the
-            # buffer all along. One that autograd made anew has all, and is copied over it.
-            if grad is not lent:
-                if index in self._present and lent is None:
-                    self._views[index].add_(grad)
-                else:
-                    # Not added to the zeros of a new buffer: reading them costs a page fault too.
-                    self._views[index].copy_(grad)
-            self._present.add(index)
-        self._lent.clear()
-        for index in self._present:
-            holder = self._params[index].holder
-            if holder in self._shown:
-                continue
-            self._covered[holder] = holder.sharded.grad
-            # A piece shows its whole gradient, the flat parameter that of the whole buffer.
-            is_one = isinstance(holder, ManagedParameter)
-            self._shown[holder] = self._views[index] if is_one else self._flats[index]
-            show_gradient(holder.sharded, self._shown[holder])
+        super().add(grads)
+        for number, bucket in enumerate(self._layout.buckets):
+            for index in (each.index for each in bucket.params):
+                holder = self._params[index].holder
+                if self._params[index].accumulated_grad is None or holder in self._shown:
+                    continue
+                self._covered[holder] = holder.sharded.grad
+                # A piece shows its whole gradient, the flat parameter that of the whole buffer.
+                is_one = isinstance(holder, ManagedParameter)
+                self._shown[holder] = self._views[index] if is_one else self._flats[number]
+                show_gradient(holder.sharded, self._shown[holder])
+
+    def _begin_sum(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        # Not added to the zeros of a new buffer: reading them costs a page fault too.
+        return self._views[index].copy_(grad)
 
     def _allocate(self, number: int, bucket: BucketLayout, *, covers: bool) -> None:
         """Make a bucket's buffer.
@@ -245,35 +232,28 @@ class FlatAccumulation:
             flat = torch.zeros(shape, dtype=dtype, device=self._device)
         elif not covers:
             flat.zero_()
+        self._flats[number] = flat
         self._views.update(whole_views(bucket, flat))
-        self._flats.update({param.index: flat for param in bucket.params})
 
+    @outside_transforms
     def lend(self) -> None:
-        """Put the sums where autograd adds to them in place. See [Note: Lent sums]."""
         self._forget_dropped()
-        for index in self._present:
-            param, view = self._params[index], self._views[index]
-            if _can_be_lent(param, view):
-                assert param.unsharded is not None
-                param.unsharded.grad = self._lent[index] = view
+        super().lend()
 
     def take(self) -> list[torch.Tensor | None]:
-        """Return the sums, one per parameter or None, and show again what they have covered."""
         self._forget_dropped()
         for holder, grad in self._covered.items():
             show_gradient(holder.sharded, grad)
-        sums = [
-            self._views[index] if index in self._present else None
-            for index in range(len(self._params))
-        ]
-        # The sums above are views of these buffers; spare memory is used again when they are gone.
-        for number, bucket in enumerate(self._layout.buckets):
-            if bucket.params[0].index in self._flats:
-                self.spare.keep(number, self._flats[bucket.params[0].index])
-        for each in (self._shown, self._covered, self._flats, self._views, self._lent):
-            each.clear()
-        self._present.clear()
-        return sums
+        self._shown.clear()
+        self._covered.clear()
+        return super().take()
+
+    def _keep_memory(self, sums: Sequence[torch.Tensor | None]) -> None:
+        # The sums are views of these buffers; spare memory is used again when they are gone.
+        for number, flat in self._flats.items():
+            self.spare.keep(number, flat)
+        self._flats.clear()
+        self._views.clear()
 
     def _forget_dropped(self) -> None:
         """Forget sums that users have dropped: their ``.grad`` is no longer the one shown."""
@@ -282,9 +262,10 @@ class FlatAccumulation:
             del self._shown[holder]
             # Who sets `.grad` to None means all of it, the covered gradient as well.
             self._covered[holder] = None
-        for index in [i for i in self._present if self._params[i].holder in dropped]:
-            self._views[index].zero_()
-            self._present.remove(index)
+        for param in self._params if dropped else ():
+            if param.accumulated_grad is not None and param.holder in dropped:
+                param.accumulated_grad.zero_()
+                param.accumulated_grad = None
 
 
 def _can_be_lent(param: ManagedParameter, grad: torch.Tensor) -> bool:
@@ -326,6 +307,7 @@ class UnreducedPhase(enum.Enum):
 class Unreduced:
     """The gradients of one unit that wait for a later reduction, and memory for the next ones.
 
+    sums: of parameters; of none in EMPTY, where the next `add` is given new ones.
     is_holding: sums wait for a reduction. is_empty: there is not even memory.
 
     All ranks are in the same phase, so they agree on whether there is something to reduce: the phase
@@ -333,8 +315,7 @@ class Unreduced:
     """
 
     def __init__(self) -> None:
-        self._accumulation: RowsAccumulation | FlatAccumulation | None = None  # None in EMPTY alone
-        self._to(UnreducedPhase.EMPTY)
+        self._let_go()
 
     def _to(self, phase: UnreducedPhase) -> None:
         """Change the phase; nothing else assigns it."""
@@ -343,61 +324,25 @@ class Unreduced:
         self.is_empty = phase is UnreducedPhase.EMPTY
         self.is_holding = phase is UnreducedPhase.HOLDING or phase is UnreducedPhase.OUTDATED
 
-    @property
-    def memory(self) -> list[torch.Tensor]:
-        """The tensors of the sums. Hidden ones are missing while they are lent."""
-        if self._accumulation is None or not self.is_holding:
-            return []
-        return self._accumulation.memory
-
-    @property
-    def covered(self) -> list[torch.Tensor]:
-        """Gradients that earlier backwards have reduced, in whose place sums are shown."""
-        return [] if self._accumulation is None else self._accumulation.covered
-
-    def shows(self, holder: ShardHolder) -> bool:
-        """Return whether ``.grad`` of what an optimizer updates is a sum that waits."""
-        return self._accumulation is not None and self._accumulation.shows(holder)
-
-    @property
-    def spare_memory(self) -> list[torch.Tensor]:
-        """The memory that is kept for the sums of the next step, as 1-D tensors of bytes."""
-        return [] if self._accumulation is None else self._accumulation.spare.tensors
-
-    def add(
-        self,
-        grads: Sequence[torch.Tensor | None],
-        make: Callable[[], RowsAccumulation | FlatAccumulation],
-    ) -> None:
-        """Add full gradients: one per parameter, or None.
-
-        make: makes the sums' memory if there is none.
-        """
-        if self._accumulation is None:
-            self._accumulation = make()
+    def add(self, grads: Sequence[torch.Tensor | None], make: Callable[[], Sums]) -> None:
+        """Add full gradients: one per parameter, or None. make: makes sums in EMPTY."""
+        if self.is_empty:
+            self.sums = make()
         if self._phase is not UnreducedPhase.OUTDATED:
             self._to(UnreducedPhase.HOLDING)
-        self._accumulation.add(grads)
-
-    def lend(self) -> None:
-        """Let autograd add to the sums that wait, in place, in the backward that begins."""
-        assert self._accumulation is not None
-        self._accumulation.lend()
+        self.sums.add(grads)
 
     def take(self, *, keep_memory: bool) -> list[torch.Tensor | None]:
-        """Return the sums, one per parameter or None, and forget them. Empty if there are none.
+        """Return the sums, one per parameter or None, and forget them. Call it while there are any.
 
         keep_memory: the memory may be used again, once the reduction has read the sums.
         """
-        if not self.is_holding:
-            return []
-        accumulation = self._accumulation
-        assert accumulation is not None
+        sums = self.sums
         if self._phase is UnreducedPhase.OUTDATED or not keep_memory:
             self._let_go()
         else:
             self._to(UnreducedPhase.REDUCED)
-        return accumulation.take()
+        return sums.take()
 
     def begin(self) -> None:
         """Take note that a forward of the model begins."""
@@ -421,5 +366,5 @@ class Unreduced:
             self._let_go()
 
     def _let_go(self) -> None:
-        self._accumulation = None
+        self.sums = Sums((), ())
         self._to(UnreducedPhase.EMPTY)

@@ -1,27 +1,20 @@
 """One bucket of gradients: how it is reduced, in which memory, and who gets the result.
 
-A `Recipe` plans it: in which dtypes, divided by what, and what follows. The last column is an example:
-float32 parameters with ``MixedPrecisionPolicy(param_dtype=bfloat16)``.
+A `Recipe` plans it: in which dtypes, divided by what, and what follows. Which dtypes full, reduced and
+sharded gradients have, `plan.gradient_dtypes` says; two come between:
 
-| dtype | used for | is | why | example |
-| --- | --- | --- | --- | --- |
-| full | full gradients from autograd; sums of several backwards of a flat unit | `param_dtype`, \
-else the parameter's; what the parameter's `grad_dtype` says | autograd and PyTorch's FSDP1 leave \
-them so | bfloat16 |
+| dtype | used for | is | why |
+| --- | --- | --- | --- |
 | wire | what travels over the shard axis where ranks form the sums | the narrower of full and \
 reduce dtype; the reduce dtype for sums of several backwards by rows | the sum is wide in any case, so \
-widening before it adds bytes and no precision | bfloat16 |
+widening before it adds bytes and no precision |
 | total | forming the sum over the shard axis | reduce dtype promoted with float32; the reduce dtype \
 where a backend sums what travels in it (NCCL, custom collectives), a communication hook reduces, or \
-there is one rank | rounding errors do not grow with the number of ranks | float32 |
-| reduce | the finished sum; what travels over the replicate axis | `reduce_dtype`, else as \
-`plan.gradient_dtypes` says | programs get the gradients that PyTorch would give them | bfloat16 |
-| shard | ``.grad`` of sharded parameters | the parameter's, or what its `grad_dtype` says; the reduce \
-dtype with `keep_low_precision_grads` | optimizers and autograd expect it | float32 |
+there is one rank | rounding errors do not grow with the number of ranks |
 
-In the example, where the reduce dtype is the compute dtype, the float32 sum is formed in the memory
-of the gradients, is rounded there to what bfloat16 can express, and stays float32. Where it is
-float32 (torch 2.15), the sum is the gradient.
+With float32 parameters and ``MixedPrecisionPolicy(param_dtype=bfloat16)``, bfloat16 travels, and the
+float32 sum is formed in the memory of the gradients. It is rounded there to what bfloat16 can express,
+if that is the reduce dtype. Where that is float32 (torch 2.15), the sum is the gradient.
 """
 
 import dataclasses
@@ -44,7 +37,7 @@ from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import UnitConfig
 from fullshard.torch_private import WithoutSubclasses, storage_uses, tensor_uses
 
-_gradient = operator.attrgetter("sharded.grad")
+_sharded, _gradient = operator.attrgetter("sharded"), operator.attrgetter("sharded.grad")
 _all_hooks = operator.attrgetter("sharded._backward_hooks", "sharded._post_accumulate_grad_hooks")
 _NONES = itertools.repeat(None)
 # PyTorch's engine asks for means in these, as sums in them do not overflow.
@@ -58,7 +51,7 @@ _POOLED = 2
 class Recipe:
     """How a bucket is reduced under one configuration.
 
-    config, accumulated: what the recipe was made from. It holds while they are equal.
+    config, accumulated: what the recipe was made from. It holds while they are the same.
     over_shards, over_replicas: the sum over the shard axis, then the one over the replicate axis.
     sums_replicas: there is a second sum.
     divisor: by which the second sum is divided; the first one divides by itself.
@@ -203,17 +196,12 @@ class GradientShards:
         bucket: BucketLayout,
         rank: int,
         device: torch.device,
-        wraps: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+        holders: Sequence[ShardHolder],
         *,
         as_one: bool,
         pin_memory: bool,
     ) -> None:
-        """Allocate the memory.
-
-        rank: of this process on the shard axis.
-        wraps: for each holder, the function from local to visible gradient.
-        as_one: whether one holder gets the whole bucket, padding included.
-        """
+        """Allocate the memory. rank: of this process on the shard axis. as_one: for one holder."""
         self.device = device
         self.flat = torch.empty(
             bucket.shard_numel,
@@ -222,7 +210,7 @@ class GradientShards:
             pin_memory=pin_memory and torch.accelerator.is_available(),
         )
         self.views = [self.flat] if as_one else shard_views(bucket, self.flat, rank)
-        self.wrapped = [wrap(view) for wrap, view in zip(wraps, self.views, strict=True)]
+        self.wrapped = [h.wrap_shard(view) for h, view in zip(holders, self.views, strict=True)]
         # All of them are made once and kept, so that the baseline below counts them. Views are what
         # `to_local` returns without gradients.
         self._storages = [view.untyped_storage() for view in self.views]
@@ -305,7 +293,7 @@ class BucketGradients:
         self.pool: list[GradientShards] = []
         self.has_one_holder = bucket.is_flat and not isinstance(holders[0], ManagedParameter)
         self._shard_rank = shard_rank
-        self._runtime = runtime
+        self.runtime = runtime
         self._owed = owed
         self._alive = alive
 
@@ -344,15 +332,11 @@ class BucketGradients:
             )
         return self._has_come_wider
 
-    def free_unused(self) -> None:
-        """Free pooled memory that nobody uses."""
-        self.pool = [shards for shards in self.pool if not shards.is_unused(self.holders)]
-
     def takers(self) -> tuple[bool, ...]:
         """Return, for each holder of a flat bucket, whether it gets a gradient: zeros, if need be.
 
-        It does if this rank owns elements of it, and it is trainable or owed one. No rank is asked
-        whether it had a gradient: a flat buffer is reduced as a whole, as in PyTorch's FSDP1.
+        It does if this rank owns elements of it, and it is trainable or owed one: see
+        `unit_gradients`, [Note: Missing gradients], on flat units.
         """
         are_owed = [index in self._owed for index in self.indices]
         if self.has_one_holder:
@@ -387,7 +371,7 @@ class BucketGradients:
             return present
         waiting, self.partial = self.partial, None
         total.add_(waiting.total)
-        self._runtime.scratch.give(waiting.total)
+        self.runtime.scratch.give(waiting.total)
         return tuple(map(operator.or_, present, waiting.present))
 
     def take_over(self, other: "BucketGradients") -> None:
@@ -403,7 +387,7 @@ class BucketGradients:
         if views.keys().isdisjoint(self.indices):
             return
         if self.partial is None:
-            scratch = self._runtime.scratch
+            scratch = self.runtime.scratch
             # Zeros: this bucket may have parameters that the other has not, and padding.
             total = scratch.take(self.bucket.shard_numel, waiting.total.dtype).zero_()
             self.partial = PartialSum(total, (False,) * len(self.holders))
@@ -416,10 +400,6 @@ class BucketGradients:
             had or holder in present
             for holder, had in zip(self.holders, self.partial.present, strict=True)
         )
-
-    def take_scratch(self, recipe: Recipe) -> torch.Tensor:
-        """Return scratch memory for a sum over the shard axis."""
-        return self._runtime.scratch.take(self.bucket.shard_numel, recipe.total_dtype)
 
     def deposit(
         self, total: torch.Tensor, shards: GradientShards | None, present: Sequence[bool]
@@ -446,15 +426,17 @@ class BucketGradients:
                 shards.flat.copy_(total, non_blocking=True)
                 # Not here: the host itself reads the copy, in `add_` below.
                 if not is_first:
-                    self._runtime.finish(self._runtime.record())
-        if shards is not None and self._sets_all(present):
+                    self.runtime.finish(self.runtime.record())
+        if shards is None:
+            self._set_each(self._views(total), present, self.bucket.dtype)
+        elif self._sets_all(present):
             for holder, grad in zip(self.holders, shards.wrapped, strict=True):
                 holder.sharded.grad = grad
         else:
-            self._set_each(total, shards, present)
+            self._set_each(shards.views, present, self.bucket.dtype, wrapped=shards.wrapped)
         # After the last view was read; on a device the lane keeps its order.
         if scratch is not None:
-            self._runtime.scratch.give(scratch)
+            self.runtime.scratch.give(scratch)
         # Pooled while in use: `take_shards` asks who refers to it. Dropping the oldest frees nothing that
         # a gradient still uses.
         if shards is not None:
@@ -465,41 +447,12 @@ class BucketGradients:
         """Return whether every holder gets a gradient, has none so far, and no hook looks at it."""
         if self.bucket.is_flat or not all(present):
             return False  # pieces may have optimizers to step as well, which are no hooks of theirs
+        if len(set(map(id, map(_sharded, self.holders)))) < len(self.holders):
+            return False  # tied after sharding: one has the gradients of both
         with WithoutSubclasses():  # by which torch reads a DTensor's attributes in half of the time
             return not any(map(operator.is_not, map(_gradient, self.holders), _NONES)) and not any(
                 itertools.chain.from_iterable(map(_all_hooks, self.holders))
             )
-
-    def _set_each(
-        self, total: torch.Tensor, shards: GradientShards | None, present: Sequence[bool]
-    ) -> None:
-        """Set or add gradients holder by holder, with the hooks of each: see `deposit`."""
-        views = shards.views if shards is not None else self._views(total)
-        for position, holder in enumerate(self.holders):
-            if not present[position]:
-                continue
-            sharded = holder.sharded
-            if sharded._backward_hooks:
-                # On the host, hooks read what the lane has copied there. The other case needs no
-                # wait: they run on the lane.
-                self._runtime.finish(self._runtime.record() if holder.local.is_cpu else None)
-                run_gradient_hooks(holder, views[position], self.bucket.dtype)
-            if sharded.grad is not None:
-                local = holder.local_grad
-                assert local is not None
-                local.add_(views[position])
-            elif shards is not None:
-                sharded.grad = shards.wrapped[position]
-            else:
-                # Others have a gradient, this one has not. A copy: `total` is scratch, and the next
-                # reduction writes to it.
-                local = views[position].to(holder.local.device, self.bucket.dtype, copy=True)
-                sharded.grad = holder.wrap_shard(local)
-            # Pieces may have optimizers to step as well, which are no hooks of theirs.
-            if sharded._post_accumulate_grad_hooks or self.bucket.is_flat:
-                for hook in holder.post_accumulate_hooks:
-                    self._runtime.finish(self._runtime.record() if holder.local.is_cpu else None)
-                    hook(sharded)
 
     def deposit_low(self, total: torch.Tensor, dtype: torch.dtype, present: Sequence[bool]) -> None:
         """Set gradients of the reduce dtype (``keep_low_precision_grads``), or add to them.
@@ -507,21 +460,64 @@ class BucketGradients:
         total: scratch, which is given back. dtype: the reduce dtype. present: as in `deposit`.
         """
         # If offloaded: one copy of all, for which the host waits.
-        views = self._views(total.to(self.device))
-        for holder, view, is_present in zip(self.holders, views, present, strict=True):
-            if not is_present:
-                continue
-            if holder.sharded._backward_hooks:
+        self._set_each(self._views(total.to(self.device)), present, dtype)
+        self.runtime.scratch.give(total)
+
+    def hand_over(self, full: Sequence[torch.Tensor | None]) -> None:
+        """Set full gradients, one per parameter or None, as those of the sharded ones, or add them.
+
+        For a bucket with one holder per parameter, on the only data-parallel rank.
+        """
+        own: list[torch.Tensor | None] = []
+        for index, holder, grad in zip(self.indices, self.holders, full, strict=True):
+            sharded = holder.sharded
+            if grad is None or not (sharded.requires_grad or index in self._owed):
+                own.append(None)
+            else:  # hooks' results are written into it, and autograd's tensor may be in other hands
+                own.append(grad.clone() if sharded._backward_hooks else grad)
+        present = [grad is not None for grad in own]
+        self._set_each(own, present, self.bucket.dtype, copies=False)
+
+    def _set_each(
+        self,
+        views: Sequence[torch.Tensor | None],
+        present: Sequence[bool],
+        dtype: torch.dtype,
+        *,
+        wrapped: Sequence[torch.Tensor] | None = None,
+        copies: bool = True,
+    ) -> None:
+        """Set or add gradients holder by holder, with the hooks of each: see `deposit`.
+
+        views: the local gradients. dtype: of what is set where there is none so far: ``wrapped``, if
+        given, else what ``views`` are. copies: those are scratch, to which the next reduction writes.
+        """
+        for position, view in itertools.compress(enumerate(views), present):
+            assert view is not None
+            holder = self.holders[position]
+            sharded = holder.sharded
+            if sharded._backward_hooks:
+                # On the host, hooks read what the lane has copied there. The other case needs no
+                # wait: they run on the lane.
+                self.runtime.finish(self.runtime.record() if holder.local.is_cpu else None)
                 run_gradient_hooks(holder, view, self.bucket.dtype)
-            if holder.local_grad is not None:
-                holder.local_grad.add_(view)
+            if sharded.grad is not None:
+                local = holder.local_grad
+                assert local is not None
+                local.add_(view)
+            elif wrapped is not None:
+                sharded.grad = wrapped[position]
             else:
-                # A copy: `total` is scratch, and the next reduction writes to it.
-                show_gradient(holder.sharded, view.to(holder.local.device, dtype, copy=True))
-            for hook in holder.post_accumulate_hooks:
-                self._runtime.finish(self._runtime.record() if holder.local.is_cpu else None)
-                hook(holder.sharded)
-        self._runtime.scratch.give(total)
+                local = view.to(holder.local.device, dtype, copy=copies).contiguous()
+                if dtype == self.bucket.dtype:
+                    sharded.grad = holder.wrap_shard(local)
+                else:
+                    show_gradient(sharded, local)
+            # Pieces may have optimizers to step as well, which are no hooks of theirs.
+            if sharded._post_accumulate_grad_hooks or self.bucket.is_flat:
+                for hook in holder.post_accumulate_hooks:
+                    self.runtime.finish(self.runtime.record() if holder.local.is_cpu else None)
+                    hook(sharded)
 
     def _views(self, total: torch.Tensor) -> list[torch.Tensor]:
         """View a sum as the local gradient of each holder."""
@@ -534,7 +530,7 @@ class BucketGradients:
 
         device: where; that of full gradients by default.
         """
-        device = device or self._runtime.device
+        device = device or self.runtime.device
         for position, shards in enumerate(self.pool):
             if shards.device == device and shards.is_unused(self.holders):
                 return self.pool.pop(position)
@@ -544,9 +540,9 @@ class BucketGradients:
                 self.bucket,
                 self._shard_rank,
                 device,
-                [holder.wrap_shard for holder in self.holders],
+                self.holders,
                 as_one=self.has_one_holder,
-                pin_memory=device != self._runtime.device,
+                pin_memory=device != self.runtime.device,
             )
         self._alive.add(shards)
         return shards

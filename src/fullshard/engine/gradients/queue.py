@@ -39,47 +39,41 @@ class ReducedUnit(Protocol):
     replicate_comm: Comm
 
 
-class Destination:
-    """Where a bucket's sum over the shard axis is formed, chosen when `take` is called.
+class BucketInFlight:
+    """One bucket of a reduction that was started, and where its sum over the shard axis is formed.
 
-    total: the sum, once the reduction was waited for: 1-D. None before `take`.
+    takers: for each holder of a flat bucket, whether it gets a gradient; None for other buckets,
+        where the reduce-scatter says it. Settled at the start: parameters may be frozen until the end.
+    total: the sum, once the reduce-scatter was waited for: 1-D. None before `take`.
     shards: the gradient memory that ``total`` is; None if it is scratch.
     """
 
-    def __init__(self, gradients: BucketGradients, recipe: Recipe) -> None:
+    def __init__(
+        self, gradients: BucketGradients, recipe: Recipe, takers: tuple[bool, ...] | None
+    ) -> None:
+        self.gradients = gradients
+        self.recipe = recipe
+        self.takers = takers
         self.total: torch.Tensor | None = None
         self.shards: GradientShards | None = None
-        self._gradients, self._recipe = gradients, recipe
 
     def take(self) -> torch.Tensor:
         """Return memory for the sum. To be called once."""
-        gradients, recipe = self._gradients, self._recipe
+        gradients, recipe = self.gradients, self.recipe
         # There where the gradients are to be, if the sum may be formed there and there is none to add it to.
         if recipe.is_final and not gradients.has_gradient:
             self.shards = gradients.take_shards()
             self.total = self.shards.flat
         else:  # scratch, which `deposit` gives back
-            self.total = gradients.take_scratch(recipe)
+            scratch = gradients.runtime.scratch
+            self.total = scratch.take(gradients.bucket.shard_numel, recipe.total_dtype)
         return self.total
-
-
-class BucketInFlight(NamedTuple):
-    """One bucket of a reduction that was started.
-
-    takers: for each holder of a flat bucket, whether it gets a gradient; None for other buckets,
-        where ``reduction`` says it. Settled at the start: parameters may be frozen until the end.
-    """
-
-    gradients: BucketGradients
-    recipe: Recipe
-    reduction: Work
-    destination: Destination
-    takers: tuple[bool, ...] | None
 
 
 class InFlight(NamedTuple):
     """A unit's reduction from start to release, with the tensors that it reads.
 
+    buckets: each with its reduce-scatter, which refers to it.
     grads: the full gradients, if a side stream still reads them when the call returns (see the lanes
         of `engine.runtime`); else empty.
     end: recorded on the lane of reduce-scatters when it had read them, and what travelled; for the
@@ -87,32 +81,23 @@ class InFlight(NamedTuple):
     """
 
     unit: ReducedUnit
-    buckets: list[BucketInFlight]
+    buckets: list[tuple[BucketInFlight, Work]]
     grads: list[torch.Tensor | None]
     end: torch.Event | None = None
 
     @property
-    def is_for_host(self) -> bool:
-        """Whether the lane copies gradients to the host, which has to wait before it reads them."""
-        return bool(self.buckets) and self.buckets[0].gradients.device.type == "cpu"
-
-    @property
-    def holds_scratch(self) -> bool:
-        return any(item.destination.shards is None for item in self.buckets)
-
-    @property
     def results(self) -> list[torch.Tensor]:
         """Gradient memory that sums are formed in; other sums are formed in scratch and copied."""
-        shards = (item.destination.shards for item in self.buckets)
+        shards = (item.shards for item, _ in self.buckets)
         return [each.flat for each in shards if each is not None]
 
     @property
     def temporaries(self) -> list[torch.Tensor]:
         """Everything else that the reduction holds: scratch, what travels, full gradients."""
         is_finished = self.end is not None
-        places = () if is_finished else (item.destination for item in self.buckets)
-        totals = (each.total for each in places if each.shards is None)
-        sources = (tensor for item in self.buckets for tensor in item.reduction.tensors)
+        buckets = () if is_finished else self.buckets
+        totals = (item.total for item, _ in buckets if item.shards is None)
+        sources = (tensor for _, reduction in self.buckets for tensor in reduction.tensors)
         return [each for each in (*totals, *sources, *self.grads) if each is not None]
 
 
@@ -179,7 +164,11 @@ class ReductionQueue:
             return
         # Sums in gradient memory wait for the end of backward, where compute waits for them. Others hold
         # scratch, which belongs to the lane of reduce-scatters.
-        scratch = [each for each in self._replicated if each.holds_scratch]
+        scratch = [
+            each
+            for each in self._replicated
+            if any(item.shards is None for item, _ in each.buckets)
+        ]
         for oldest in scratch[:-_MAX_REPLICATED]:
             with oldest.unit.runtime.on(Lane.REDUCE):
                 oldest.unit.runtime.wait(oldest.end)
@@ -208,7 +197,9 @@ class ReductionQueue:
         runtime.wait(in_flight.end)
         if self.observer is not None:
             self.observer.end()
-        if in_flight.is_for_host:
+        buckets = in_flight.buckets
+        if buckets and buckets[0][0].gradients.device.type == "cpu":
+            # The lane copies gradients to the host, which has to wait before it reads them.
             self._copied = runtime, in_flight.end
 
     def discard(self) -> None:
@@ -220,8 +211,8 @@ class ReductionQueue:
         for in_flight in self._started:
             if in_flight.unit.comm.overlaps:
                 with in_flight.unit.runtime.on(Lane.REDUCE):
-                    for item in in_flight.buckets:
-                        item.reduction.wait()
+                    for _, reduction in in_flight.buckets:
+                        reduction.wait()
         for runtime in {in_flight.unit.runtime for in_flight in self.under_way}:
             for lane in (Lane.REDUCE, Lane.ALL_REDUCE):
                 with runtime.on(lane):
@@ -243,18 +234,18 @@ def _finish(in_flight: InFlight) -> tuple[torch.Event | None, torch.Event | None
     runtime = unit.runtime
     if not runtime.has_streams:
         with no_grad():
-            for item in buckets:
+            for item, reduction in buckets:
                 if item.recipe.is_deposited:  # most reductions, without a function in between
-                    takers, to = item.reduction.wait(), item.destination
-                    assert to.total is not None
-                    item.gradients.deposit(to.total, to.shards, takers)
+                    takers = reduction.wait()
+                    assert item.total is not None
+                    item.gradients.deposit(item.total, item.shards, takers)
                 else:
-                    _complete(item, _sum_shards(item), unit)
+                    _complete(item, _sum_shards(item, reduction), unit)
         return None, None
     # `on`, not `following`: the lane needs nothing of compute but what the start has waited for.
     with runtime.on(Lane.REDUCE), no_grad():
-        sums = [(item, _sum_shards(item)) for item in buckets]
-        if not any(item.recipe.sums_replicas for item in buckets):
+        sums = [(item, _sum_shards(item, reduction)) for item, reduction in buckets]
+        if not any(item.recipe.sums_replicas for item, _ in buckets):
             for item, present in sums:
                 _complete(item, present, unit)
             end = runtime.record()
@@ -268,20 +259,17 @@ def _finish(in_flight: InFlight) -> tuple[torch.Event | None, torch.Event | None
 
 
 def _total(item: BucketInFlight) -> torch.Tensor:
-    assert item.destination.total is not None  # the reduction was waited for
-    return item.destination.total
+    assert item.total is not None  # the reduce-scatter was waited for
+    return item.total
 
 
-def _sum_shards(item: BucketInFlight) -> tuple[bool, ...] | None:
+def _sum_shards(item: BucketInFlight, reduction: Work) -> tuple[bool, ...] | None:
     """Wait for a sum over the shard axis, and add one that waited for its all-reduce.
 
     Returns who gets a gradient of it, for each holder; None if its all-reduce is put off: the sum
     then waits in the bucket.
     """
-    present = item.reduction.wait()
-    recipe = item.recipe
-    if recipe.is_deposited:  # most reductions
-        return present
+    present, recipe = reduction.wait(), item.recipe
     # From here on `present` says who gets a gradient. See `unit_gradients`, Note: Missing gradients.
     if item.takers is not None:
         present = item.takers
@@ -306,17 +294,16 @@ def _complete(item: BucketInFlight, present: tuple[bool, ...] | None, unit: Redu
     if present is None:
         return
     recipe, total = item.recipe, _total(item)
-    if recipe.is_deposited:
-        item.gradients.deposit(total, item.destination.shards, present)
-        return
     if recipe.sums_replicas:
         present = _sum_replicas(item, present, unit.replicate_comm)
-    _round(total, recipe.reduce_dtype)
-    _run_hook(total, recipe.config, unit.runtime)
+    if recipe.reduce_dtype.itemsize < total.itemsize:
+        _round(total, recipe.reduce_dtype)
+    if recipe.config.all_reduce_hook is not None:
+        _run_hook(total, recipe.config, unit.runtime)
     if recipe.config.keep_low_precision_grads:
         item.gradients.deposit_low(total, recipe.reduce_dtype, present)
     else:
-        item.gradients.deposit(total, item.destination.shards, present)
+        item.gradients.deposit(total, item.shards, present)
 
 
 def _sum_replicas(item: BucketInFlight, present: tuple[bool, ...], comm: Comm) -> tuple[bool, ...]:
@@ -340,8 +327,7 @@ def _run_hook(total: torch.Tensor, config: UnitConfig, runtime: Runtime) -> None
 
     On its own stream, if the user gave one; the lane goes on after it.
     """
-    if config.all_reduce_hook is None:
-        return
+    assert config.all_reduce_hook is not None
     stream = config.all_reduce_hook_stream
     if stream is None or not runtime.has_streams:
         config.all_reduce_hook(total)
@@ -359,7 +345,6 @@ def _round(total: torch.Tensor, dtype: torch.dtype) -> None:
 
     Keeping it wider would cost nothing, but losses would drift from those that PyTorch gives.
     """
-    if dtype.itemsize < total.itemsize:
-        # In blocks that stay in cache. On other devices at once, since each block costs a launch.
-        for block in total.split(_BLOCK_NUMEL) if total.is_cpu else (total,):
-            block.copy_(block.to(dtype))
+    # In blocks that stay in cache. On other devices at once, since each block costs a launch.
+    for block in total.split(_BLOCK_NUMEL) if total.is_cpu else (total,):
+        block.copy_(block.to(dtype))

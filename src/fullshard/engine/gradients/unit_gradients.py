@@ -48,24 +48,19 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.collectives import reduce_by_hook
-from fullshard.comm.interface import Comm
-from fullshard.engine.gradients.accumulation import (
-    FlatAccumulation,
-    RowsAccumulation,
-    Unreduced,
-)
+from fullshard.comm.interface import Comm, Work
+from fullshard.engine.gradients.accumulation import FlatSums, Sums, Unreduced
 from fullshard.engine.gradients.bucket import (
     BucketGradients,
     GradientShards,
     Recipe,
     make_recipe,
-    run_gradient_hooks,
     wire_dtype,
 )
-from fullshard.engine.gradients.queue import BucketInFlight, Destination, InFlight, ReducedUnit
+from fullshard.engine.gradients.queue import BucketInFlight, InFlight, ReducedUnit
 from fullshard.engine.params.buffers import KEPT_NBYTES
-from fullshard.engine.params.managed import ManagedParameter, ShardHolder
-from fullshard.engine.runtime import Lane, Runtime, no_grad, outside_transforms
+from fullshard.engine.params.managed import ManagedParameter
+from fullshard.engine.runtime import Lane, Runtime, no_grad
 from fullshard.plan.builders import rows_layout
 from fullshard.plan.gradient_dtypes import GradientDtypes, common_dtype, reduce_dtypes
 from fullshard.plan.layout import BucketLayout, ParamSpec, UnitLayout
@@ -75,6 +70,7 @@ from fullshard.policies import UnitConfig
 
 _NONES = itertools.repeat(None)
 _is_trained = operator.attrgetter("sharded.requires_grad")
+_Divided = dict[tuple[bool, ...], list[BucketGradients]]
 
 
 class UnitGradients:
@@ -85,11 +81,7 @@ class UnitGradients:
     """
 
     def __init__(
-        self,
-        mesh: MeshPlan,
-        shard_comm: Comm,
-        replicate_comm: Comm,
-        runtime: Runtime,
+        self, mesh: MeshPlan, shard_comm: Comm, replicate_comm: Comm, runtime: Runtime
     ) -> None:
         self.runtime = runtime
         self.buckets = GradientBuckets(mesh, shard_comm, replicate_comm, runtime)
@@ -152,57 +144,35 @@ class UnitGradients:
         Returns False, and does nothing, if they have to be scaled, cast, moved, handed to a user's
         reduction or joined to one flat gradient first.
         """
-        config = unit.config
+        config, buckets = unit.config, self.buckets.current()
         if (
             config.gradient_divide_factor not in (None, 1.0)
             or config.comm_hook
             or config.all_reduce_hook
             or config.reduces_unused
+            or config.keep_low_precision_grads
         ):
             return False
-        buckets = self.buckets.current()
         # All are asked before the first is handed over: a unit goes one way or the other as a whole.
         for each in buckets:
-            recipe = self.buckets.recipe(each, config, accumulated=False, label=unit.entered_as)
             if (
-                not recipe.is_final
-                or recipe.reduce_dtype != each.bucket.dtype
-                or each.has_one_holder
+                each.has_one_holder
+                or each.reduce_dtype != each.bucket.dtype
+                or each.device != self.runtime.device
             ):
                 return False
         with no_grad():
             for each in buckets:
-                for index, holder in zip(each.indices, each.holders, strict=True):
-                    grad = grads[index]
-                    if grad is not None and (
-                        holder.sharded.requires_grad or index in self.buckets.owed
-                    ):
-                        self._hand_over(grad, holder, each.bucket.dtype)
+                each.hand_over(list(map(grads.__getitem__, each.indices)))
             self.buckets.owed.clear()
         return True
 
-    def _hand_over(self, grad: torch.Tensor, holder: ShardHolder, dtype: torch.dtype) -> None:
-        """Set or add one full gradient, with the hooks that `BucketGradients.deposit` runs.
-
-        dtype: of the gradient that users get.
-        """
-        if holder.sharded._backward_hooks:
-            # Hooks' results are written into it, and autograd's tensor may be in other hands as well.
-            grad = grad.clone()
-            run_gradient_hooks(holder, grad, dtype)
-        local = holder.local_grad
-        if local is not None:
-            local.add_(grad)
-        else:
-            holder.sharded.grad = holder.wrap_shard(grad.to(dtype).contiguous())
-        for hook in holder.post_accumulate_hooks:
-            hook(holder.sharded)
-
     def _start(
         self, grads: Sequence[torch.Tensor | None], unit: ReducedUnit, *, accumulated: bool
-    ) -> list[BucketInFlight]:
+    ) -> list[tuple[BucketInFlight, Work]]:
         """Start the reduce-scatter of every bucket, in the same order on all ranks."""
-        in_flight, config = [], unit.config
+        in_flight: list[tuple[BucketInFlight, Work]] = []
+        config = unit.config
         buckets = self.buckets.current()
         # Before anything is reduced: a reduction looks for what waits in its own bucket only.
         if self._mesh.replicate_size > 1:
@@ -216,18 +186,15 @@ class UnitGradients:
             is_wide = accumulated or (each.may_be_wider and each.comes_wider(full))
             recipe = each.recipe
             if recipe is None or recipe.config is not config or recipe.accumulated is not is_wide:
-                recipe = self.buckets.recipe(
-                    each, config, accumulated=is_wide, label=unit.entered_as
-                )
-            to = Destination(each, recipe)
+                recipe = self.buckets.plan(each, unit, accumulated=is_wide)
+            item = BucketInFlight(each, recipe, each.takers() if bucket.is_flat else None)
             if config.comm_hook is not None:
-                reduction = reduce_by_hook(config.comm_hook, bucket, full, to.take())
+                reduction = reduce_by_hook(config.comm_hook, bucket, full, item.take())
             else:
                 reduction = self.buckets.shard_comm.reduce_scatter(
-                    bucket, full, to.take, recipe.over_shards
+                    bucket, full, item.take, recipe.over_shards
                 )
-            takers = each.takers() if bucket.is_flat else None
-            in_flight.append(BucketInFlight(each, recipe, reduction, to, takers))
+            in_flight.append((item, reduction))
         return in_flight
 
     def _warn_of_missing(
@@ -235,9 +202,7 @@ class UnitGradients:
     ) -> None:
         """Warn, once, of a trained parameter without a gradient that other ranks may have.
 
-        Most ways of communicating send along which gradients a rank has. Where the host would have
-        to wait for its device for that (NCCL), and with custom collectives, each rank goes by its
-        own: if only other ranks used a parameter, this rank's part of it is not updated.
+        This rank's part of it is then not updated: see [Note: Missing gradients], on flags.
         """
         buckets = self.buckets
         if self._has_warned or bucket.bucket.is_flat or config.reduces_unused:
@@ -268,42 +233,33 @@ class UnitGradients:
                 each.partial = None
 
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add full gradients, one per parameter or None, to what waits for a later reduction.
-
-        Sums of flat units have the dtype that autograd computes in, since users see them; others
-        have the reduce dtype, as in PyTorch.
-        """
+        """Add full gradients, one per parameter or None, to what waits for a later reduction."""
         buckets = self.buckets
         # All that are trainable now take part in the next reduction, whether or not each has a gradient.
         buckets.owed.update(itertools.compress(itertools.count(), map(_is_trained, buckets.params)))
 
-        def make() -> RowsAccumulation | FlatAccumulation:
+        def make() -> Sums:
             if buckets.flat_layout is None:
-                return RowsAccumulation(buckets.params, buckets.sum_dtypes())
-            return FlatAccumulation(buckets.flat_layout, buckets.params, self.runtime.device)
+                return Sums(buckets.params, buckets.sum_dtypes())
+            return FlatSums(buckets.params, buckets.flat_layout, self.runtime.device)
 
         self.unreduced.add(grads, make)
 
     @property
     def accumulated(self) -> list[torch.Tensor]:
         """All that backwards have added up, each element once: gradients, and sums that wait."""
-        unreduced = self.unreduced
-        covered = unreduced.covered  # first: it forgets what users have dropped
+        sums = self.unreduced.sums
+        covered = sums.covered  # first: it forgets what users have dropped
         holders = dict.fromkeys(param.holder for param in self.buckets.params)
-        reduced = [h.local_grad for h in holders if not unreduced.shows(h)]
+        reduced = [h.local_grad for h in holders if not sums.shows(h)]
         grads = [grad for grad in reduced if grad is not None]
-        return [*unreduced.memory, *covered, *self.partial_sums, *grads]
+        return [*sums.memory, *covered, *self.partial_sums, *grads]
 
     @property
     def has_hidden(self) -> bool:
         """True if sums wait that users do not see as ``.grad``, and so cannot drop there."""
         is_shown = self.buckets.flat_layout is not None
         return self.has_partial or (self.unreduced.is_holding and not is_shown)
-
-    def lend_unreduced(self) -> None:
-        """Let autograd add to what `accumulate` keeps, in place, in the backward that begins."""
-        # Sums are plain tensors: inside `torch.func` transforms they belong to no level.
-        outside_transforms(self.unreduced.lend)()
 
     def drop_unreduced(self) -> None:
         """Forget all that earlier backwards left to be reduced later: sums over shards, and full ones."""
@@ -337,11 +293,7 @@ class UnitGradients:
             self.unreduced.begin()
         if self.buckets.large and self.frees_unused:
             for each in self.buckets.large:
-                each.free_unused()
-
-    @property
-    def has_partial(self) -> bool:
-        return bool(self.partial_sums)
+                each.pool = [s for s in each.pool if not s.is_unused(each.holders)]
 
     def flat_gradients(self) -> list[torch.Tensor | None]:
         """Return the memory of the gradients, 1-D, one per bucket; None where it is not ours."""
@@ -351,6 +303,10 @@ class UnitGradients:
     def partial_sums(self) -> list[torch.Tensor]:
         """The sums over the shard axis that wait for their all-reduce."""
         return [each.partial.total for each in self.buckets.known if each.partial is not None]
+
+    @property
+    def has_partial(self) -> bool:
+        return bool(self.partial_sums)
 
     @property
     def pooled(self) -> list[GradientShards]:
@@ -381,26 +337,24 @@ class GradientBuckets:
     def __init__(
         self, mesh: MeshPlan, shard_comm: Comm, replicate_comm: Comm, runtime: Runtime
     ) -> None:
-        self.shard_comm = shard_comm
-        self.replicate_comm = replicate_comm
         self.params: list[ManagedParameter] = []
-        self._note_presence()
         self.known: list[BucketGradients] = []
         self.large: list[BucketGradients] = []
         self.takes_any = False
         self.owed: set[int] = set()
         self.flat_layout: UnitLayout | None = None
         self.alive: weakref.WeakSet[GradientShards] = weakref.WeakSet()
+        self.shard_comm, self.replicate_comm = shard_comm, replicate_comm
+        self.use_comms()
         self._mesh = mesh
         self._runtime = runtime
         self._specs: list[ParamSpec] = []
         self._config = UnitConfig()  # of `bind`
         self._dtypes: list[GradientDtypes] = []
         self._first_dtypes = self._dtypes  # before any gradient was seen
-        self._plans: dict[tuple[GradientDtypes, ...], int] = {}  # numbers all there have been
-        self._plan = 0  # number of the one in effect
-        # By that number and by which parameters are trainable.
-        self._divided: dict[tuple[int, tuple[bool, ...]], list[BucketGradients]] = {}
+        # The buckets of all dtypes there have been, and of those in effect: by which are trainable.
+        self._plans: dict[tuple[GradientDtypes, ...], _Divided] = {}
+        self._divided: _Divided = {}
 
     def bind(
         self,
@@ -418,7 +372,6 @@ class GradientBuckets:
         self.params, self._specs = list(params), list(specs)
         self.flat_layout = flat_layout
         self._config = config
-        self._divided.clear()
         self.known.clear()
         self.large.clear()
         self._plans.clear()
@@ -432,7 +385,7 @@ class GradientBuckets:
         """Plan the dtypes of all gradients. ``seen``: those in which the last ones came, or None."""
         pairs = zip(self.params, seen, strict=True)
         self._dtypes = [param.gradient_dtypes(self._config, dtype) for param, dtype in pairs]
-        self._plan = self._plans.setdefault(tuple(self._dtypes), len(self._plans))
+        self._divided = self._plans.setdefault(tuple(self._dtypes), {})
 
     def are_outdated(self, config: UnitConfig) -> bool:
         """Return whether gradients have other dtypes since `bind`: by a `grad_dtype`, or the configuration."""
@@ -455,12 +408,9 @@ class GradientBuckets:
         """Reduce over other groups from now on. Buckets stay as they are."""
         self.shard_comm = shard or self.shard_comm
         self.replicate_comm = replicate or self.replicate_comm
-        self._note_presence()
-        self.forget_recipes()
-
-    def _note_presence(self) -> None:
         comms = self.shard_comm, self.replicate_comm
         self.hides_presence = not all(comm.tells_presence for comm in comms)
+        self.forget_recipes()
 
     def forget_recipes(self) -> None:
         """Drop all recipes, since something beside the configuration has changed."""
@@ -487,9 +437,9 @@ class GradientBuckets:
         mask = tuple(map(_is_trained, self.params))
         if self.owed:
             mask = tuple([trained or index in self.owed for index, trained in enumerate(mask)])
-        buckets = self._divided.get((self._plan, mask))
+        buckets = self._divided.get(mask)
         if buckets is None:
-            buckets = self._divided[self._plan, mask] = self._make(mask)
+            buckets = self._divided[mask] = self._make(mask)
         return buckets
 
     def _make(self, mask: Sequence[bool]) -> list[BucketGradients]:
@@ -556,28 +506,23 @@ class GradientBuckets:
             for each in layout.buckets
         ]
 
-    def recipe(
-        self, bucket: BucketGradients, config: UnitConfig, *, accumulated: bool, label: str
-    ) -> Recipe:
-        """Return how a bucket is reduced: the recipe of its last reduction, if that still holds.
+    def plan(self, bucket: BucketGradients, unit: ReducedUnit, *, accumulated: bool) -> Recipe:
+        """Plan how a bucket is reduced by the unit's configuration of now.
 
         accumulated: gradients are sums of several backwards, in the reduce dtype.
         """
-        known = bucket.recipe
-        if known is not None and known.accumulated == accumulated and known.config == config:
-            return known
-        bucket.recipe = make_recipe(
+        recipe = bucket.recipe = make_recipe(
             bucket.bucket,
-            config,
+            unit.config,
             self._mesh,
             reduce_dtype=bucket.reduce_dtype,
             sum_dtype=self.shard_comm.accumulate_dtype,
             wants_means=self.shard_comm.wants_means,
             accumulated=accumulated,
             is_offloaded=bucket.device != self._runtime.device,
-            label=label,
+            label=unit.entered_as,
         )
-        return bucket.recipe
+        return recipe
 
 
 def _is_open(dtypes: GradientDtypes) -> bool:

@@ -157,8 +157,7 @@ class ManagedParameter(ShardHolder, abc.ABC):
         if it was a DTensor before.
     sharded: the sharded form. Its ``grad`` is the reduced gradient, unless ``holder`` is another.
     unsharded: the unsharded form; None until `create_unsharded`.
-    accumulated_grad: sum of full gradients of backwards that did not reduce, unless it is lent to
-        autograd (see `gradients.accumulation`).
+    accumulated_grad: sum of full gradients of backwards that did not reduce (`gradients.accumulation`).
     shard_group: the process group over which it is sharded; None for one rank.
     unit: returns the `Unit` that it belongs to, or None if that is gone.
     backward: of its unit's model.
