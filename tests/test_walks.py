@@ -92,8 +92,9 @@ def test_parameter_passes_the_files_that_are_listed(api: Api) -> None:
     unlisted = sorted(found - {*road, *notes})
     assert not unlisted
     assert {"fsdp2/units.py", "engine/params/shown.py"} <= found  # it was watched
-    assert len(road) <= 10
-    assert len({*road, *notes}) <= 19
+    assert len(road) <= 8
+    # Where peers read shards in place, the memory itself is a form of the parameter, and is sampled.
+    assert len(found) <= (14 if api.name == "peer_memory" else 12)
 
 
 @on_ranks(2)
@@ -121,3 +122,4 @@ def test_gradient_passes_the_files_that_are_listed(api: Api) -> None:
     assert not unlisted
     assert {"engine/iteration.py", "engine/gradients/unit_gradients.py"} <= found  # it was watched
     assert len(road) <= 8
+    assert len(found) <= 10
