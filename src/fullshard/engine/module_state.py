@@ -75,7 +75,8 @@ class ModuleState:
         self._own_iteration: Iteration | None = None  # of a root, which owns it
         self.is_root = False
         self._root: weakref.ref[ModuleState] | None = None
-        self._states: list[ModuleState] = [self]  # of a root: those of the whole model
+        # Of a root: the others of the model. Itself among them would be a cycle.
+        self._inner: list[ModuleState] = []
         self.joined: list[Unit] = []
         self._outer: weakref.ref[ModuleState] | None = None
         self._watching: list[Any] = []  # of a root: see `watch_direct_gradients`
@@ -217,7 +218,7 @@ class ModuleState:
                 )
             if state is not self and state._pending.get("manual_finalization"):
                 raise StateError(_ROOT_FINALIZES)
-        self._states = list(dict.fromkeys(named.values()))
+        self._inner = [state for state in dict.fromkeys(named.values()) if state is not self]
         self._num_registrations = min(state._num_registrations for state in self._states)
         # Names first: messages of all that follows have them, and the flight record compares them.
         for unit, name in names_of_units(named).items():
@@ -343,6 +344,11 @@ class ModuleState:
             state.training_state = TrainingState.IDLE
             state.to_run.clear()
             state.mark = None
+
+    @property
+    def _states(self) -> list["ModuleState"]:
+        """Of a root: the states of the whole model, its own first."""
+        return [self, *self._inner]
 
     @property
     def everyone(self) -> list["ModuleState"]:
