@@ -42,11 +42,10 @@ def test_checks_run_once_at_their_moment(api: Api, monkeypatch: Any) -> None:
     api.fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters())
     monkeypatch.setattr(advice, "CHECKS", (*CHECKS, *mine))
-    # What a model's moments are told of, and names of parameters that were added since: none.
-    (memory, of), (root, also), (grown, names), *of_optimizer = train()
-    assert (memory, root, grown) == (When.HAS_MEMORY, When.IS_ROOT, When.HAS_GROWN)
+    (memory, of), (root, also), *of_optimizer = train()
+    assert (memory, root) == (When.HAS_MEMORY, When.IS_ROOT)
     assert isinstance(of, Model)
-    assert (of, names) == (also, [])
+    assert of is also
     assert (of.root, [*of.modules], of.own) == (model, [model], of.units)
     assert of_optimizer == [
         (When.NEW_OPTIMIZER, optimizer),
@@ -54,5 +53,8 @@ def test_checks_run_once_at_their_moment(api: Api, monkeypatch: Any) -> None:
         (When.STEPPED, optimizer),
     ]
     assert train() == []
+    model.late = nn.Parameter(torch.zeros(1))
+    with pytest.warns(UserWarning, match="late"):
+        assert train() == [(When.HAS_GROWN, ["late"])]
     optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
     assert train() == [(When.NEW_OPTIMIZER, optimizer)]
