@@ -404,6 +404,32 @@ def test_tie_after_sharding_gets_the_gradients_of_both_uses(
     torch.testing.assert_close(sharded.full_tensor(), plain)
 
 
+@pytest.mark.ours("freezing is undone without a word")
+@pytest.mark.parametrize("when", ["before", "in forward", "before backward"])
+@on_ranks(2)
+def test_parameter_that_is_out_of_sight_is_frozen(api: Api, when: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in model:
+        api.fully_shard(layer)
+    api.fully_shard(model)
+    kept = model[0].weight  # as an optimizer keeps it: modules show the unsharded one in forward
+    model[0].register_forward_hook(lambda *_: freeze("in forward"))
+
+    def freeze(now: str) -> None:
+        if now == when and step == 1:
+            kept.requires_grad_(False)
+
+    for step in range(3):
+        kept.requires_grad_()
+        freeze("before")
+        loss = mean_square(model(my_part(make_batch(8, seed=step))))
+        freeze("before backward")
+        loss.backward()
+        assert (kept.grad is not None) == (step != 1)
+        assert all(p.grad is not None for p in model.parameters() if p is not kept)
+        model.zero_grad()
+
+
 @pytest.mark.ours("the exchange is undone without a word")
 @pytest.mark.parametrize("in_units", [False, True])
 @pytest.mark.parametrize("num_steps", [0, 1])

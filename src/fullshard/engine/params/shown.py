@@ -102,7 +102,7 @@ class ShownForm:
         if self._has_shadows:
             self._drop_shadows()
         switch = self._switch
-        if switch is not None and switch.show_sharded():
+        if switch is not None and switch.show(switch.sharded):
             return
         # Users had the unsharded parameters in sight and may have frozen some of them. Later it could
         # not be told from what they do to the sharded ones.
@@ -122,7 +122,7 @@ class ShownForm:
         if self._has_shadows:
             self._drop_shadows()
         switch = self._switch
-        if switch is not None and switch.show_unsharded():
+        if switch is not None and switch.show(switch.unsharded):
             return
         # Users had the sharded parameters in sight, and may have frozen some of them or unfrozen them since.
         self.drop_switch()
@@ -242,38 +242,33 @@ Registration = tuple[Callable[[dict[str, nn.Parameter]], None], dict[str, nn.Par
 class Switch:
     """Shows all parameters of a unit in one form or the other, by one call per module.
 
+    sharded, unsharded: both forms, for `show`: the parameters of the other one, and what registers this one.
+
     Does what `ManagedParameter.show_sharded` and `show_unsharded` do at a fraction of the cost: this
     happens four times a step. Users freeze and train the form that they have in sight, so that one is
-    asked, all its parameters in one go. The switch is dropped when a parameter gets a slot. How often it
+    asked, all its parameters in one go; what they do to one that they have kept is noticed when that form
+    is shown again, before the unit's backward. The switch is dropped when a parameter gets a slot. How often it
     refers to an unsharded parameter: `num_switched`.
     """
 
     def __init__(self, params: Sequence[ManagedParameter]) -> None:
         self._params = params
         self._unsharded = [param.current_unsharded() for param in params]
-        self._sharded = [param.sharded for param in params]
-        self._trained = list(map(_is_trained, self._sharded))
-        self._registers_sharded = _by_registry(params, self._sharded)
-        self._registers_unsharded = _by_registry(params, self._unsharded)
+        sharded = [param.sharded for param in params]
+        self._trained = list(map(_is_trained, sharded))
+        self.sharded = self._unsharded, _by_registry(params, sharded)
+        self.unsharded = sharded, _by_registry(params, self._unsharded)
         self.is_plain = all(param.form.leaves_plain_gradients for param in params)
 
-    def show_sharded(self) -> bool:
-        """Register the sharded parameters. Return False, with nothing done, if an unsharded one was frozen or
-        made trainable since.
-        """
-        if list(map(_is_trained, self._unsharded)) != self._trained:
-            return False
-        for register, parameters in self._registers_sharded:
-            register(parameters)
-        return True
+    def show(self, form: tuple[list[nn.Parameter], list[Registration]]) -> bool:
+        """Register parameters, ``sharded`` or ``unsharded``.
 
-    def show_unsharded(self) -> bool:
-        """Register the unsharded parameters. Return False, with nothing done, if a sharded one was frozen or
-        made trainable since.
+        Returns False, with nothing done, if one of the form in sight was frozen or made trainable since.
         """
-        if list(map(_is_trained, self._sharded)) != self._trained:
+        in_sight, registrations = form
+        if list(map(_is_trained, in_sight)) != self._trained:
             return False
-        for register, parameters in self._registers_unsharded:
+        for register, parameters in registrations:
             register(parameters)
         return True
 
