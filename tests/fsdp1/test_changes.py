@@ -148,6 +148,29 @@ def test_what_was_gathered_ahead_is_what_forward_uses(api: Api, use_orig_params:
     torch.testing.assert_close(model(batch()), alone(batch()))
 
 
+@on_ranks(2)
+def test_pieces_that_exchange_their_memory_exchange_their_values(api: Api) -> None:
+    def layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        # The first rank has the whole of the first two, the second rank the third.
+        sizes = [(4, 4), (4, 4), (4, 8)]
+        return nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes))
+
+    def exchange(first: nn.Linear, second: nn.Linear) -> None:
+        first.weight.data, second.weight.data = second.weight.data, first.weight.data
+
+    alone, model = layers(), wrap(api, layers(), use_orig_params=True)
+    model.check_is_root()
+    for _ in range(3):
+        x = torch.randn(2, 4)
+        out = model(x)
+        torch.testing.assert_close(out, alone(x))
+        out.sum().backward()
+        model.zero_grad()
+        exchange(*alone[:2])
+        exchange(*model.module[:2])
+
+
 @orig_params
 @on_ranks(2)
 def test_an_instance_that_ran_inside_one_model_may_move_to_another(

@@ -10,7 +10,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -66,6 +66,8 @@ from fullshard.policies import (
     UnitConfig,
 )
 from fullshard.torch_private import ActivationWrapper
+
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 
 class FullyShardedDataParallel(StateDictMethods):
@@ -538,13 +540,17 @@ class FullyShardedDataParallel(StateDictMethods):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters; inside `summon_full_params` by the names they had before wrapping."""
-        for name, parameter in super().named_parameters(*args, **kwargs):
-            yield (clean_name(name) if self._unit.is_whole else name), parameter
+        named = super().named_parameters(*args, **kwargs)
+        yield from _by_old_names(named) if self._unit.is_whole else named
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield buffers; inside `summon_full_params` by the names they had before wrapping."""
-        for name, buffer in super().named_buffers(*args, **kwargs):
-            yield (clean_name(name) if self._unit.is_whole else name), buffer
+        named = super().named_buffers(*args, **kwargs)
+        yield from _by_old_names(named) if self._unit.is_whole else named
+
+
+def _by_old_names(named: Iterable[tuple[str, _Tensor]]) -> Iterator[tuple[str, _Tensor]]:
+    return ((clean_name(name), tensor) for name, tensor in named)
 
 
 @passing_through

@@ -2,8 +2,9 @@
 
 what a program does              noticed by                      when                    cost
 ``p.data = ...``, ``to_empty``,  identity of what is registered  a pass begins           a few list comparisons
-``load_state_dict(assign=True)`` and of its memory               (`have_moved`)
-the same in a flat unit          sum of addresses                a module's forward      one sum
+``load_state_dict(assign=True)`` and of its memory, in flat      (`have_moved`)
+                                 units its address
+``p.data = ...`` in a flat unit  addresses                       a module's forward      one list comparison
                                                                  (`has_new_pieces`)
 a write to a shard               version counters, in sum        since the gather, since one sum each
                                                                  the pass began
@@ -13,8 +14,7 @@ unit stays unsharded             with streams only if an         (`is_gathered_o
                                  optimizer has stepped
 
 Version counters miss writes through ``p.data`` and ``torch._foreach_*`` on DTensors: `checks.writes`
-compares contents in some passes (`whole_contents`), and samples of them in the others. Not noticed: two shards of a flat unit
-that exchange their memory.
+compares contents in some passes (`whole_contents`), and samples of them in the others.
 """
 
 import itertools
@@ -41,6 +41,8 @@ def note_step() -> None:
 _version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 _local: Callable[[nn.Parameter], torch.Tensor] = operator.attrgetter("_local_tensor")
 _shape: Callable[[torch.Tensor], torch.Size] = operator.attrgetter("shape")
+_look: Callable[[torch.Tensor], tuple[Any, ...]] = operator.attrgetter("shape", "dtype", "device")
+_address = torch.Tensor.data_ptr
 
 
 class Memory(Protocol):
@@ -60,7 +62,7 @@ class Watched(Protocol):
     flat_layout: Any
 
     @property
-    def are_dtensors(self) -> bool: ...
+    def homes(self) -> Any: ...
     @property
     def buffers(self) -> Any: ...
     @property
@@ -69,9 +71,10 @@ class Watched(Protocol):
 
 
 class Places(NamedTuple):
-    """Where DTensors were registered, and their memory; of other parameters, nothing.
+    """Where parameters were registered, and the unit's memory that they are over.
 
-    registries, names, registered: one per slot. sharded, local, shapes: one per parameter.
+    registries, names, registered: one per slot. sharded, local, shapes: one per DTensor. pieces,
+    addresses, looks: one per parameter that an optimizer updates in a flat unit.
     """
 
     registries: list[dict[str, Any]] = []  # noqa: RUF012  (never changed)
@@ -80,6 +83,9 @@ class Places(NamedTuple):
     sharded: list[nn.Parameter] = []  # noqa: RUF012
     local: list[torch.Tensor] = []  # noqa: RUF012
     shapes: list[torch.Size] = []  # noqa: RUF012
+    pieces: list[nn.Parameter] = []  # noqa: RUF012
+    addresses: list[int] = []  # noqa: RUF012
+    looks: list[tuple[Any, ...]] = []  # noqa: RUF012
 
     @property
     def are_as_they_were(self) -> bool:
@@ -93,7 +99,14 @@ class Places(NamedTuple):
             and all(map(is_same, map(dict.get, self.registries, self.names), self.registered))
             and all(map(is_same, map(_local, self.sharded), self.local))
             and list(map(_shape, self.local)) == self.shapes
+            and self.are_pieces_home
+            and list(map(_look, self.pieces)) == self.looks
         )
+
+    @property
+    def are_pieces_home(self) -> bool:
+        """True if all pieces begin where the unit's memory for them does."""
+        return list(map(_address, self.pieces)) == self.addresses
 
 
 class ModelWatch:
@@ -136,8 +149,6 @@ class ParamWatch:
         # Weak: the parameters own this. Memory has to be freed at once when they go.
         self._reference: Callable[[], Watched | None] = weakref.ref(params)
         self.forget()
-        # Sum of the addresses of a flat unit's shards, when they were last in the unit's memory.
-        self._addresses: int | None = None
         # Sums of version counters at the gather: of shards (None if nobody will ask), and of
         # unsharded parameters, if they may stay unsharded.
         self._at_gather: int | None = None
@@ -175,16 +186,24 @@ class ParamWatch:
         # same tensor, which must not count twice.
         tensors = [tensor for own in params.holders for tensor in (own.sharded, own.local)]
         self._shards = list({id(tensor): tensor for tensor in tensors}.values())
-        if params.are_dtensors:
-            slots = [(slot, param) for param in params.plain for slot in param.slots]
-            shards = list(params.buffers.shards)
-            self._places = Places(
-                [slot.registry for slot, _ in slots],
-                [slot.name for slot, _ in slots],
-                [param.sharded for _, param in slots],
-                [param.sharded for param in params.plain],
-                shards,
-                list(map(_shape, shards)),
+        if (homes := params.homes) is None:
+            return  # every parameter is asked itself
+        slots = [(slot, sharded) for its, sharded, _ in homes for slot in its]
+        places = Places(
+            [slot.registry for slot, _ in slots],
+            [slot.name for slot, _ in slots],
+            [sharded for _, sharded in slots],
+        )
+        sharded, memory = [each for _, each, _ in homes], [each for _, _, each in homes]
+        if params.flat_layout is None:
+            self._places = places._replace(
+                sharded=sharded, local=memory, shapes=list(map(_shape, memory))
+            )
+        else:
+            self._places = places._replace(
+                pieces=sharded,
+                addresses=list(map(_address, memory)),
+                looks=list(map(_look, memory)),
             )
 
     # Moved or replaced
@@ -210,17 +229,7 @@ class ParamWatch:
 
         A part of `have_moved` that is cheap enough to ask before each module's forward.
         """
-        return self._addresses is not None and self._sum_addresses() != self._addresses
-
-    def note_home(self) -> None:
-        """Take note that all shards are in the unit's memory."""
-        if self._params.flat_layout is not None:
-            self._addresses = self._sum_addresses()
-
-    def _sum_addresses(self) -> int:
-        if not self._has_collected:
-            self._collect()
-        return sum(map(torch.Tensor.data_ptr, self._shards))
+        return not self.places.are_pieces_home
 
     # Written, by version counters
 

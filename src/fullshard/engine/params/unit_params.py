@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from fullshard.comm.interface import Comm
 from fullshard.engine.guard.param_watch import ParamWatch
@@ -17,6 +18,7 @@ from fullshard.engine.params.managed import (
     GradientTaker,
     ManagedParameter,
     ShardHolder,
+    Slot,
     mark_owner,
     owner_of,
 )
@@ -279,10 +281,15 @@ class UnitParams:
             if self.flat is not None:
                 (flat,) = self.buffers.flat_shards
                 self.flat.move(flat)
-            for index, param in enumerate(self.plain):
-                param.move_shard(self.buffers.shards[index])
+            pairs = list(zip(self.plain, self.buffers.shards, strict=True))
+            homes = {_storage(shard) for shard in self.buffers.shards}
+            for param, shard in pairs:
+                if self.is_flat and not param.is_at(shard) and _storage(param.local) in homes:
+                    # It lies where another belongs, which is perhaps moved first.
+                    param.sharded.data = param.sharded.data.clone()
+            for param, shard in pairs:
+                param.move_shard(shard)
         self.watch.forget()
-        self.watch.note_home()
 
     def read_privately(self) -> None:
         """Give unsharded parameters private memory, so that writes to them do not reach shards."""
@@ -316,9 +323,17 @@ class UnitParams:
         self.is_in_place = buffers.in_place
 
     @property
-    def are_dtensors(self) -> bool:
-        """True if every parameter is sharded by itself, as a DTensor over the unit's memory."""
-        return self.flat_layout is None and self.extended is None and self.buffers is not None
+    def homes(self) -> list[tuple[Sequence[Slot], nn.Parameter, torch.Tensor]] | None:
+        """Where each parameter that an optimizer updates is registered, and the memory that it is over.
+
+        As the unit left them. None if some bring memory of their own, and before there is any.
+        """
+        if self.buffers is None or self.extended is not None:
+            return None
+        if self.flat is not None:
+            return [([self.flat.slot], self.flat.sharded, self.buffers.flat_shards[0])]
+        pairs = zip(self.plain, self.buffers.shards, strict=True)
+        return [(param.slots, param.sharded, shard) for param, shard in pairs]
 
     def find_moved(self) -> bool:
         """Return whether some shard is not over the unit's memory, or not the registered parameter.
@@ -350,6 +365,10 @@ class UnitParams:
                     f"{param.name}: FSDP does not support changing the parameters between forward "
                     "and backward. Change them after backward."
                 )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _local_of(param: ManagedParameter) -> torch.Tensor:
