@@ -36,7 +36,6 @@ ROOMS = ("engine", "comm", "fsdp1", "fsdp2", "optim")
 LEFT_OUT = {
     "comm/cuda_ipc.py": "reaches other processes: tests/engine/test_device_memory.py",
     "comm/device_memory.py": "orders processes, not lanes: tests/engine/test_device_memory.py",
-    "comm/gloo_sum.py": "Gloo's: tests/parity runs it on real ranks",
     "comm/peer_memory.py": "host memory: tests/comm, tests/engine",
     "comm/ring.py": "host memory: tests/comm, tests/engine",
     "comm/shared_memory.py": "host memory: tests/comm, tests/engine",
@@ -44,7 +43,7 @@ LEFT_OUT = {
 }
 FUNCTIONS_LEFT_OUT = {
     "compare_paths": "waits for Gloo on the host: tests/faults",
-    "_reduce_scatter_by_exchange": "Gloo's, as comm/gloo_sum.py",
+    "_reduce_scatter_by_exchange": "Gloo's: tests/parity runs it on real ranks",
     "agree": "the host waits for the answer: tests/engine/test_writes.py, test_leftovers.py",
     "Runtime": "what virtual lanes stand in for",
 }

@@ -8,7 +8,9 @@ depends on the backend:
   The engine calls them on a stream of its own, where they also run, so nothing has to wait for a
   stream of NCCL's.
 - Gloo: one asynchronous call per direct parameter (its coalescing manager is four times slower);
-  a reduce-scatter is an all-to-all and a local sum (see `gloo_sum`).
+  a reduce-scatter is an all-to-all and a local sum. It takes half the time of Gloo's own and is deterministic: terms
+  are added in rank order, in float32 or wider. Gradients of direct parameters travel from where autograd left them,
+  by one all-to-all each; all packed ones travel together in one more.
 - Others: one call per direct parameter; the backend forms the sums.
 
 Tools that watch collectives (debug modes, tests) see every call: see `calls`.
@@ -25,19 +27,13 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.calls import GroupCalls, all_gather, reduce_scatter
-from fullshard.comm.gloo_sum import ExchangeMemory, exchange_flat, exchange_rows
-from fullshard.comm.interface import (
-    Comm,
-    Done,
-    ShardBuffer,
-    Sum,
-    Work,
-)
+from fullshard.comm.interface import Comm, Done, ShardBuffer, Sum, Work, add_in_order
 from fullshard.comm.packing import (
     Landing,
     Region,
     Regions,
     Scratch,
+    copy_in_gradients,
     pack_gradients,
     sent_parts,
     wire_gradient,
@@ -55,6 +51,8 @@ from fullshard.peers.groups import (
 from fullshard.peers.waits import announce, name_lost_ranks, naming_lost_ranks, wait_comparing
 from fullshard.plan.layout import BucketLayout, DirectRule
 from fullshard.torch_private import coalescing_manager
+
+_FEW_RANKS = 8  # beyond, one `torch.sum` instead of as many additions, each of which costs a call
 
 
 @dataclasses.dataclass(slots=True)
@@ -379,17 +377,63 @@ class ProcessGroupComm(Comm):
         out: torch.Tensor,
         how: Sum,
     ) -> Work:
-        """Start a reduce-scatter by all-to-all and local sums: see `gloo_sum`."""
-        start = exchange_flat if bucket.is_flat else exchange_rows
-        terms = start(
-            bucket,
-            grads,
-            out,
-            how,
-            ExchangeMemory(self.reduce_regions, self._scratch),
-            self.moving_group,
-        )
-        return Pending(terms.works, terms.finish, terms.tensors, self, how.label)
+        """Start an all-to-all of terms, after which each rank sums its own shard (see `_sum_rows`)."""
+        before, after = how.scaling.before, how.scaling.after
+        present = tuple(grad is not None for grad in grads)
+        works: list[Any] = []
+        # What is sent, what arrives, and where its sum belongs. The first may be the gradient itself, which is not
+        # reused meanwhile.
+        moved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+        def exchange(source: torch.Tensor, target: torch.Tensor) -> None:
+            """Send a part of ``source`` to each rank."""
+            received = self._scratch.take(source.numel(), source.dtype)
+            group = self.moving_group
+            works.append(dist.all_to_all_single(received, source, group=group, async_op=True))
+            moved.append((source, received, target))
+
+        # `bucket.direct` is the start of `bucket.params`.
+        for param, grad in zip(bucket.direct, grads, strict=False):
+            source = wire_gradient(param, grad, how.wire_dtype, out.device, divisor=before)
+            exchange(source, out.narrow(0, param.shard_offset, param.chunk_numel))
+        region: Region | None = None
+        if bucket.is_flat:
+            # Nobody is asked for flags: each rank says which gradients it had itself.
+            source = self._scratch.take(bucket.unsharded_numel, how.wire_dtype)
+            copy_in_gradients(bucket, grads, source, divisor=before)
+            exchange(source, out)
+        else:
+            # One more element per parameter and rank says whether this rank has a gradient for it. Flags
+            # travel with the packed gradients, since a collective of their own would be a second call for
+            # most units. So the packed exchange takes place even if no parameter is packed.
+            region = pack_gradients(
+                bucket,
+                grads,
+                self.reduce_regions,
+                how.wire_dtype,
+                divisor=before,
+                num_extra=len(grads),
+            )
+            flags = torch.tensor(present, dtype=how.wire_dtype, device=out.device)
+            region.memory.view(self.size, -1)[:, bucket.packed_numel :] = flags
+            exchange(region.memory, out.narrow(0, bucket.packed_offset, bucket.packed_numel))
+
+        def finish() -> tuple[bool, ...]:
+            for _, received, total in moved:
+                rows = received.view(self.size, -1)
+                _sum_rows(rows[:, : total.numel()], total, divisor=after)
+            if region is None:
+                self._scratch.give(moved[-1][0])
+                seen = present
+            else:  # flags are behind the packed gradients, which come last
+                self.reduce_regions.give(region)
+                seen = tuple((rows[:, bucket.packed_numel :] != 0).any(0).tolist())
+            for _, received, _ in moved:
+                self._scratch.give(received)
+            return seen
+
+        tensors = [each for pair in moved for each in pair[:2]]
+        return Pending(works, finish, tensors, self, how.label)
 
     def _all_gather(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
@@ -420,3 +464,12 @@ class ProcessGroupComm(Comm):
         if num_calls == 1:
             return contextlib.nullcontext()
         return coalescing_manager(self.moving_group, async_ops=False)
+
+
+def _sum_rows(terms: torch.Tensor, out: torch.Tensor, *, divisor: float) -> None:
+    """Set ``out`` to the sum of the rows of ``terms``, one per rank, divided by ``divisor``."""
+    if terms.size(0) <= _FEW_RANKS:
+        add_in_order(terms.unbind(), out, divisor=divisor)
+        return
+    torch.sum(terms, 0, dtype=out.dtype, out=out)  # the same order in every run as well
+    out.div_(divisor)
