@@ -118,6 +118,7 @@ class Comm(abc.ABC):
     joins_dtypes: whether gradients of several dtypes travel at once, in the widest of them.
     tells_presence: whether ranks tell each other which parameters have a gradient.
     wants_means: whether the reduce-scatter forms means wherever PyTorch's engine asks for them.
+    record: the flight record of the group; None if nobody compares what its ranks do.
     """
 
     name: str
@@ -128,6 +129,7 @@ class Comm(abc.ABC):
     joins_dtypes = False
     tells_presence = True
     wants_means = False
+    record: FlightRecord | None = None
 
     def allocate_shards(
         self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool
@@ -224,11 +226,6 @@ class Comm(abc.ABC):
         After it, shards that were written before the fence are visible to all ranks, and no rank
         still reads what was in them earlier. It does nothing where ranks read only private memory.
         """
-
-    @property
-    def record(self) -> FlightRecord | None:
-        """The flight record of the group; None if nobody compares what its ranks do."""
-        return None
 
     @property
     def reads_in_place(self) -> bool:

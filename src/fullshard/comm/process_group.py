@@ -18,6 +18,7 @@ Tools that watch collectives (debug modes, tests) see every call: see `calls`.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -158,17 +159,17 @@ class ProcessGroupComm(Comm):
 
         # None until `compare_ranks`, since making one is collective; except if another
         # communication over the same group has made it already.
-        self._record = known_record(group) if known else None
+        self.record: FlightRecord | None = known_record(group) if known else None
         # Called before every collective, so without a method in between.
-        self.enter = _enter_nowhere if self._record is None else self._record.enter
+        self.enter = _enter_nowhere if self.record is None else self.record.enter
         self._timeout_s = timeout_s(group) if known else 0.0
         self._is_gloo = known and self.backend == "gloo"
 
     def compare_ranks(self) -> None:
         """Compare from now on what ranks do. Every rank must call it, before any collective."""
         if isinstance(self.group, dist.ProcessGroup):
-            self._record = record_of(self.group, self.backend)
-            self.enter = _enter_nowhere if self._record is None else self._record.enter
+            self.record = record_of(self.group, self.backend)
+            self.enter = _enter_nowhere if self.record is None else self.record.enter
 
     def wait_all(self, works: Sequence[Any], label: str) -> None:
         """Wait for collectives. None stands for one that runs on the stream that called it.
@@ -182,7 +183,7 @@ class ProcessGroupComm(Comm):
                 if work is None:
                     continue
                 if self._is_gloo:
-                    wait_comparing(work, self._record, label, self._timeout_s, moving=own)
+                    wait_comparing(work, self.record, label, self._timeout_s, moving=own)
                 else:
                     work.wait()
         except RuntimeError as error:
@@ -196,10 +197,6 @@ class ProcessGroupComm(Comm):
     @property
     def staging(self) -> Sequence[torch.Tensor]:
         return [*self.gather_regions.free, *self.reduce_regions.free]
-
-    @property
-    def record(self) -> FlightRecord | None:
-        return self._record
 
     def all_gather(
         self, shards: ShardBuffer, unsharded: torch.Tensor, label: str, offset: int = 0
@@ -216,7 +213,7 @@ class ProcessGroupComm(Comm):
         gather = self._prepare_gather(shards, landing, label)
         try:
             if self.is_nccl:
-                self._all_gather(gather.targets, gather.sent)
+                self._launch(all_gather, gather.targets, gather.sent)
             else:
                 gather.works = list(map(self._calls.all_gather, gather.targets, gather.sent))
         except RuntimeError as error:
@@ -238,7 +235,8 @@ class ProcessGroupComm(Comm):
             if landing.nbytes
         ]
         with naming_lost_ranks(self.group, label):
-            self._all_gather(
+            self._launch(
+                all_gather,
                 [each.view(torch.uint8) for gather in gathers for each in gather.targets],
                 [each.view(torch.uint8) for gather in gathers for each in gather.sent],
             )
@@ -266,7 +264,10 @@ class ProcessGroupComm(Comm):
         region = source.new_empty(self.size * source.numel())
         self.enter(label, region.nbytes)
         with naming_lost_ranks(self.group, label):
-            works = self._all_gather([region], [source])
+            if self.is_nccl:
+                works = self._launch(all_gather, [region], [source])
+            else:
+                works = [self._calls.all_gather(region, source)]
         return region, Pending(works, tuple, (source,), self, label)
 
     def reduce_scatter(
@@ -304,7 +305,7 @@ class ProcessGroupComm(Comm):
         return Pending(works, finish, (), self, how.label)  # `finish` holds what is not `total`
 
     def agree(self, bits: int, num_bits: int) -> int:
-        if self._record is None or WITHOUT_PROCESSES & backend_names(self.group):
+        if self.record is None or WITHOUT_PROCESSES & backend_names(self.group):
             return bits  # without processes there is none to ask
         label = "agreeing on what was written to"
         self.enter(label, num_bits)
@@ -353,7 +354,7 @@ class ProcessGroupComm(Comm):
         averages = self._averages and how.may_average and scaling.after == self.size
         op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         if self.is_nccl:
-            works = self._reduce_scatter(targets, sources, op)
+            works = self._launch(functools.partial(reduce_scatter, op=op), targets, sources)
         else:
             works = list(map(self._calls.reduce_scatter, targets, sources, itertools.repeat(op)))
         divisor = 1.0 if averages else scaling.after
@@ -435,35 +436,25 @@ class ProcessGroupComm(Comm):
         tensors = [each for pair in moved for each in pair[:2]]
         return Pending(works, finish, tensors, self, how.label)
 
-    def _all_gather(
-        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    def _launch(
+        self,
+        call: Callable[..., Any],
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
     ) -> list[Any]:
-        """Start gathering every source into its target; return what to wait for."""
-        if not self.is_nccl:
-            return list(map(self._calls.all_gather, targets, sources))
-        with self._coalesced(len(targets)):
-            for target, source in zip(targets, sources, strict=True):
-                all_gather(target, source, group=self.moving_group, async_op=False)
-        return []
-
-    def _reduce_scatter(
-        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], op: Any
-    ) -> list[Any]:
-        """Start summing every source into its target by NCCL, in one launch; return what to wait for."""
-        with self._coalesced(len(targets)):
-            for target, source in zip(targets, sources, strict=True):
-                reduce_scatter(target, source, op=op, group=self.moving_group, async_op=False)
-        return []
-
-    def _coalesced(self, num_calls: int) -> contextlib.AbstractContextManager[Any]:
-        """Join the collectives that are called inside into one launch on the current stream.
+        """Call a collective of NCCL for each target, in one launch on the current stream; return what to wait for.
 
         No device is passed to torch's manager: with one, it would take its other way of
         coalescing, which still makes a call per collective.
         """
-        if num_calls == 1:
-            return contextlib.nullcontext()
-        return coalescing_manager(self.moving_group, async_ops=False)
+        with (
+            contextlib.nullcontext()
+            if len(targets) == 1
+            else coalescing_manager(self.moving_group, async_ops=False)
+        ):
+            for target, source in zip(targets, sources, strict=True):
+                call(target, source, group=self.moving_group, async_op=False)
+        return []
 
 
 def _sum_rows(terms: torch.Tensor, out: torch.Tensor, *, divisor: float) -> None:

@@ -34,7 +34,7 @@ from fullshard.comm.interface import Comm, Sum, Work, add_in_order
 from fullshard.comm.packing import copy_in_gradients
 from fullshard.comm.shared_memory import SharedMemory, UnavailableError
 from fullshard.errors import CommError
-from fullshard.peers.flight_record import FlightRecord, keep_record
+from fullshard.peers.flight_record import keep_record
 from fullshard.plan.layout import BucketLayout, round_up
 
 # Bytes of a cache line. Stretches and the fields in them begin on one, so that ranks which write
@@ -82,7 +82,7 @@ class StagingComm(Comm):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.memory = SharedMemory(group)
-        self.memory.record = keep_record(group, self.memory.record)
+        self.record = self.memory.record = keep_record(group, self.memory.record)
         self.rank, self.size = self.memory.rank, self.memory.size
         self.ring_nbytes = 0
         self._next = 0  # byte at which the next stretch begins if it fits before the end
@@ -126,10 +126,6 @@ class StagingComm(Comm):
         """Run when all ranks have read it, before this rank writes to its stretch."""
 
     # Reductions
-
-    @property
-    def record(self) -> FlightRecord | None:
-        return self.memory.record
 
     def staged_nbytes(self, bucket: BucketLayout, wire_dtype: torch.dtype) -> int:
         payload_nbytes = self.size * bucket.shard_numel * wire_dtype.itemsize
