@@ -214,11 +214,17 @@ class Landing:
         """All views made of the unsharded buffer, without the buffer itself."""
         return [each for each in (*self.direct, *self._packed) if each is not self.unsharded]
 
-    def copy_out(self, region: Region) -> None:
-        """Copy every packed parameter from a region of all ranks' shards to where it belongs."""
+    def copy_out(self, region: Region, pool: Regions | None = None) -> tuple[bool, ...]:
+        """Copy every packed parameter from a region of all ranks' shards to where it belongs.
+
+        pool: gets the region then: whoever takes it next uses it on the same lane. Returns what `Work.wait` does.
+        """
         if self._packed:
             sources = region.known_sources.get(self._geometry) or region.sources(self._bucket)
             torch._foreach_copy_(self._packed, sources)
+        if pool is not None:
+            pool.give(region)
+        return ()
 
 
 def sent_parts(bucket: BucketLayout, flat: torch.Tensor) -> Views:

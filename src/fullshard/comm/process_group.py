@@ -80,37 +80,6 @@ class Pending:
         return present
 
 
-@dataclasses.dataclass(slots=True)
-class Gather:
-    """The gather of one bucket under way.
-
-    sent, targets: what collectives read and fill; the last target is the memory of ``region``, in which
-        packed parameters arrive. None if there are none, and once they were copied out.
-    """
-
-    comm: "ProcessGroupComm"
-    label: str
-    landing: Landing
-    sent: Sequence[torch.Tensor]
-    targets: Sequence[torch.Tensor]
-    region: Region | None
-    works: Sequence[Any] = ()
-
-    @property
-    def tensors(self) -> Sequence[torch.Tensor]:
-        return self.sent if self.region is None else [*self.sent, self.region.memory]
-
-    def wait(self) -> tuple[bool, ...]:
-        self.comm.wait_all(self.works, self.label)
-        region, self.region = self.region, None
-        if region is not None:
-            self.landing.copy_out(region)
-            # After the copy was issued: whoever takes the region next uses it on the same lane.
-            self.comm.gather_regions.give(region)
-        self.works = self.sent = self.targets = ()
-        return ()
-
-
 def _enter_nowhere(what: str, nbytes: int = 0) -> None:
     """Stand for `FlightRecord.enter` where ranks have no flight record."""
 
@@ -210,12 +179,12 @@ class ProcessGroupComm(Comm):
         # Before the first collective of this gather, so that a rank on another path finds out
         # before its bytes are taken for those of another unit.
         self.enter(label, landing.nbytes)
-        gather = self._prepare_gather(shards, landing, label)
+        gather, targets, sent = self._prepare_gather(shards, landing, label)
         try:
             if self.is_nccl:
-                self._launch(all_gather, gather.targets, gather.sent)
+                self._launch(all_gather, targets, sent)
             else:
-                gather.works = list(map(self._calls.all_gather, gather.targets, gather.sent))
+                gather.works = list(map(self._calls.all_gather, targets, sent))
         except RuntimeError as error:
             name_lost_ranks(error, self.group, label)
             raise
@@ -237,24 +206,28 @@ class ProcessGroupComm(Comm):
         with naming_lost_ranks(self.group, label):
             self._launch(
                 all_gather,
-                [each.view(torch.uint8) for gather in gathers for each in gather.targets],
-                [each.view(torch.uint8) for gather in gathers for each in gather.sent],
+                [each.view(torch.uint8) for _, targets, _ in gathers for each in targets],
+                [each.view(torch.uint8) for _, _, sent in gathers for each in sent],
             )
-        return list[Work](gathers)
+        return [gather for gather, _, _ in gathers]
 
-    def _prepare_gather(self, shards: ShardBuffer, landing: Landing, label: str) -> "Gather":
-        """Return the gather of one bucket without its collective."""
+    def _prepare_gather(
+        self, shards: ShardBuffer, landing: Landing, label: str
+    ) -> tuple[Pending, Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Return the gather of one bucket without its collectives, what they fill, and what they read."""
         sent = landing.sent
         if sent is None:  # the shards have another dtype or device than the unsharded buffer
             assert shards.flat is not None
             into = landing.unsharded
             cast = shards.flat.to(into.device, into.dtype, non_blocking=True)
             sent = sent_parts(shards.bucket, cast)
-        targets, region = landing.direct, None
-        if landing.region_numel:  # the last of `sent` is what is packed
-            region = self.gather_regions.take(landing.region_numel, landing.unsharded.dtype)
-            targets = [*targets, region.memory]
-        return Gather(self, label, landing, sent, targets, region)
+        if not landing.region_numel:
+            return Pending([], tuple, sent, self, label), landing.direct, sent
+        # The last of `sent` is what is packed.
+        region = self.gather_regions.take(landing.region_numel, landing.unsharded.dtype)
+        finish = functools.partial(landing.copy_out, region, self.gather_regions)
+        gather = Pending([], finish, [*sent, region.memory], self, label)
+        return gather, [*landing.direct, region.memory], sent
 
     def gather_bytes(self, source: torch.Tensor, label: str) -> tuple[torch.Tensor, Work]:
         """Start gathering a 1-D tensor of the same size from every rank.
