@@ -22,7 +22,8 @@ from fullshard.errors import (
 )
 from fullshard.peers.groups import mark_own, place_in_job, timeout_s
 from fullshard.peers.paths import by_text, name_ranks
-from fullshard.peers.waits import absent_ranks, announce, leave_word, name_lost_ranks
+from fullshard.peers.store import store_in_time
+from fullshard.peers.waits import announce, name_lost_ranks
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -30,6 +31,7 @@ U = TypeVar("U")
 # What a value takes in one round: ranks send so many bytes, whatever they have to say.
 _SMALL_NBYTES = 4096
 _ROOM = _SMALL_NBYTES - 8
+_CAME = "fullshard/came/{}/{}"  # by the group and the rank: to how many calls
 _NAMES_RANK = re.compile(r"rank \d+: ")
 
 
@@ -74,7 +76,12 @@ class Peers:
         """Leave word that this rank has come to a call, for the error where another one never does."""
         if self.group is not None:
             self._number = _numbers[self.group] = _numbers.get(self.group, 0) + 1
-            leave_word(self.group, self._number)
+            with contextlib.suppress(
+                Exception
+            ):  # it only serves the message, and a store may be unusual
+                store_in_time().set(
+                    _CAME.format(self.group.group_name, self.rank), str(self._number)
+                )
 
     @contextlib.contextmanager
     def naming_absent(self, what: object) -> Iterator[None]:
@@ -84,7 +91,7 @@ class Peers:
         except CheckpointError as error:
             absent: list[int] = []
             if self.group is not None and isinstance(error.__cause__, RuntimeError):
-                absent = absent_ranks(self.group, self._number)
+                absent = _absent_ranks(self.group, self._number)
             if not absent:
                 raise
             raise CheckpointError(
@@ -308,6 +315,16 @@ def said(error: BaseException) -> str:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}. Check space and permissions of the checkpoint's folder."
     return f"{type(error).__name__}: {error}"
+
+
+def _absent_ranks(group: dist.ProcessGroup, number: int) -> list[int]:
+    """Return the ranks of a group that have not come to a call; none if the store does not tell."""
+    with contextlib.suppress(Exception):
+        store = store_in_time()
+        keys = {rank: _CAME.format(group.group_name, rank) for rank in range(group.size())}
+        came = {rank: int(store.get(key)) for rank, key in keys.items() if key in store}
+        return [rank for rank in keys if came.get(rank, -1) < number]
+    return []
 
 
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()

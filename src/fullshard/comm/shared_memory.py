@@ -34,7 +34,7 @@ from fullshard.peers.flight_record import Fence, FlightRecord, keep_record, know
 from fullshard.peers.groups import exchange, timeout_s
 from fullshard.peers.status_board import StatusSlots
 from fullshard.peers.store import tcp_store
-from fullshard.peers.waits import WaitReporter, loss
+from fullshard.peers.waits import WaitReporter, lost_in
 from fullshard.peers.watchdog import has_watchdog, watchdog
 
 _WORDS_PER_RANK = 8  # a cache line, so that writing a counter does not slow down another rank's
@@ -292,7 +292,7 @@ class SharedMemory:
             if status is not None and status.verdict is not None and status.verdict.is_loss:
                 missed.add(rank)
         if missed:
-            raise loss(missed, label)
+            raise lost_in(missed, label)
 
 
 # The flight record of a group

@@ -26,7 +26,7 @@ from fullshard.peers.divergence import show
 from fullshard.peers.flight_record import FlightRecord
 from fullshard.peers.groups import exchange, timeout_s
 from fullshard.peers.store import connected_store
-from fullshard.peers.waits import WaitReporter, loss, lost_ranks, naming_lost_ranks
+from fullshard.peers.waits import WaitReporter, lost_in, lost_ranks, naming_lost_ranks
 from fullshard.peers.watchdog import watchdog
 
 logger = logging.getLogger("fullshard")
@@ -133,11 +133,11 @@ class AgreedOrder:
                     continue
                 looked = now
                 if lost := lost_ranks(others, within_s=0.0):
-                    raise loss(lost, what)
+                    raise lost_in(lost, what)
                 # Those that have ended will not come to ask, unless they have before.
                 gone = _ended(others) if now - started > _STILL_S else ()
                 if gone and answer not in store:
-                    raise loss(gone, what)
+                    raise lost_in(gone, what)
                 look()
         self._last_keys = (answer, count)
 

@@ -117,11 +117,6 @@ def runs_program_beside(thread: int) -> bool:
     )
 
 
-def stack_of(frame: types.FrameType | None) -> tuple[str, ...]:
-    lines = () if frame is None else traceback.format_stack(frame)
-    return tuple(each.removesuffix("\n") for each in lines)
-
-
 def counts_of_groups() -> dict[str, GroupCounts]:
     """Return how far this rank is in each of its groups, by keys that its members share."""
     found = {

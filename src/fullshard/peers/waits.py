@@ -56,7 +56,6 @@ _FRAMES_SHOWN = 12
 _COMPARE_EVERY = datetime.timedelta(seconds=0.5)
 # How long to look for a process that is gone: a dying one closes its connections before it ends.
 _GRACE_S = 1.0
-_CAME = "fullshard/came/{}/{}"  # by the group and the rank: to how many calls
 # In errors that may mean that a rank is gone. Gloo raises plain RuntimeErrors, so their words are all there is to go by.
 _OF_CONNECTIONS = "connection|closed by peer|timed out|timeout|socket|remote process"
 
@@ -225,22 +224,6 @@ def announce() -> None:
             _announced.add(world)
 
 
-def leave_word(group: dist.ProcessGroup, number: int) -> None:
-    """Leave word in the store that this rank has come to call ``number`` of those that a group counts."""
-    with contextlib.suppress(Exception):  # as above
-        store_in_time().set(_CAME.format(group.group_name, group.rank()), str(number))
-
-
-def absent_ranks(group: dist.ProcessGroup, number: int) -> list[int]:
-    """Return the ranks of a group that have not come to a call; none if the store does not tell."""
-    with contextlib.suppress(Exception):
-        store = store_in_time()
-        keys = {rank: _CAME.format(group.group_name, rank) for rank in range(group.size())}
-        came = {rank: int(store.get(key)) for rank, key in keys.items() if key in store}
-        return [rank for rank in keys if came.get(rank, -1) < number]
-    return []
-
-
 @contextlib.contextmanager
 def naming_lost_ranks(group: dist.ProcessGroup, label: str) -> Iterator[None]:
     """Turn the error of a failed collective into one that names the ranks that are gone: see `name_lost_ranks`."""
@@ -271,13 +254,13 @@ def name_lost_ranks(error: RuntimeError, group: dist.ProcessGroup, label: str) -
     # On other hosts: those whose connection broke too are there to say so, the lost one is not.
     missing = set() if gone else board.missing(others)
     if gone or missing:
-        raise loss(gone or missing or (), label) from error
+        raise lost_in(gone or missing or (), label) from error
     has_store = missing is not None or 0 not in others
     said = label if has_store else _now(label)
     raise diagnosis.out_of_reach(said, dist.get_rank(), words, has_store=has_store) from error
 
 
-def loss(ranks: Iterable[int], label: str) -> FullshardError:
+def lost_in(ranks: Iterable[int], label: str) -> FullshardError:
     """Return the error for ranks that are gone while this one waits for them in ``label``.
 
     Ranks that wait for this one learn whom it has lost, instead of losing it.

@@ -51,7 +51,6 @@ from fullshard.peers.stacks import (
     line_in_program,
     raise_in,
     runs_program_beside,
-    stack_of,
 )
 from fullshard.peers.status import STEADY_BEATS, GroupCounts, RankStatus, State, Verdict
 from fullshard.peers.status_board import StatusBoard
@@ -281,7 +280,8 @@ class Watchdog:
             self._groups = counts_of_groups()
         records = flight_records()
         # A thread of autograd's runs no line of the program's, but one that called backward does.
-        at, stack = line_in_program(frame) or line_in_program(frames.get(usual)), stack_of(frame)
+        at = line_in_program(frame) or line_in_program(frames.get(usual))
+        stack = () if frame is None else tuple(map(str.rstrip, traceback.format_stack(frame)))
         # One of them may be of this call: it would keep itself, and all that its callers refer to.
         del frame, frames
         return RankStatus(
