@@ -322,7 +322,7 @@ class FullyShardedDataParallel(StateDictMethods):
             return []
         trainable = [bucket.params[0].spec.trainable for bucket in unit.plan_layout().buckets]
         views: list[nn.Parameter] = []
-        grads = iter(unit.gradients.flat_gradients())
+        grads = iter([each.in_use for each in unit.gradients.buckets.current()])
         for flat, has_grad in zip(unit.flat_shards, trainable, strict=True):
             views.append(FlatParameter(flat, requires_grad=has_grad))
             views[-1]._fqns = names_below(unit)  # type: ignore[attr-defined]

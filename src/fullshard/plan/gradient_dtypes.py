@@ -38,10 +38,6 @@ class GradDtype(NamedTuple):
     is_set: bool = False
     dtype: torch.dtype | None = None
 
-    @property
-    def is_any(self) -> bool:
-        return self.is_set and self.dtype is None
-
 
 class GradientDtypes(NamedTuple):
     """The dtypes of one parameter's gradients: see the table above.

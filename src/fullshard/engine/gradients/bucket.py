@@ -55,7 +55,7 @@ class Recipe:
     over_shards, over_replicas: the sum over the shard axis, then the one over the replicate axis.
     sums_replicas: there is a second sum.
     divisor: by which the second sum is divided; the first one divides by itself.
-    reduce_dtype, total_dtype: see the table above.
+    total_dtype: see the table above.
     is_final: the sum over the shard axis has the dtype and device of the gradients and is reduced in
         this backward, so that it may be formed in their memory, if that is free.
     is_deposited: the sum over the shard axis is the gradient: nothing rounds it, adds to it or looks
@@ -68,7 +68,6 @@ class Recipe:
     over_replicas: Sum
     sums_replicas: bool
     divisor: float
-    reduce_dtype: torch.dtype
     total_dtype: torch.dtype
     is_final: bool
     is_deposited: bool
@@ -130,7 +129,6 @@ def make_recipe(
         # A communication hook reduces over all ranks.
         sums_replicas=mesh.replicate_size > 1 and config.comm_hook is None,
         divisor=divisor,
-        reduce_dtype=reduce_dtype,
         total_dtype=total_dtype,
         is_final=(
             total_dtype == bucket.dtype

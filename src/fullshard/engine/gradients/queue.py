@@ -288,20 +288,23 @@ def _sum_shards(item: BucketInFlight, reduction: Work) -> tuple[bool, ...] | Non
 def _complete(item: BucketInFlight, present: tuple[bool, ...] | None, unit: ReducedUnit) -> None:
     """Sum over replicas, round, run the user's hook and give parameters their gradients.
 
-    In this order: the hook may add ranks that are not in the mesh, and finds the gradient as it
+    It is rounded to the reduce dtype, in place. In this order: the hook may add ranks that are not in the mesh, and finds the gradient as it
     will be; what it changes is not rounded again. present: what `_sum_shards` has returned.
     """
     if present is None:
         return
-    recipe, total = item.recipe, _total(item)
+    recipe, total, reduce_dtype = item.recipe, _total(item), item.gradients.reduce_dtype
     if recipe.sums_replicas:
         present = _sum_replicas(item, present, unit.replicate_comm)
-    if recipe.reduce_dtype.itemsize < total.itemsize:
-        _round(total, recipe.reduce_dtype)
+    if reduce_dtype.itemsize < total.itemsize:
+        # Kept wider it would cost nothing, but losses would drift from those that PyTorch gives. In blocks that stay
+        # in cache; on other devices at once, since each block costs a launch.
+        for block in total.split(_BLOCK_NUMEL) if total.is_cpu else (total,):
+            block.copy_(block.to(reduce_dtype))
     if recipe.config.all_reduce_hook is not None:
         _run_hook(total, recipe.config, unit.runtime)
     if recipe.config.keep_low_precision_grads:
-        item.gradients.deposit_low(total, recipe.reduce_dtype, present)
+        item.gradients.deposit_low(total, reduce_dtype, present)
     else:
         item.gradients.deposit(total, item.shards, present)
 
@@ -338,13 +341,3 @@ def _run_hook(total: torch.Tensor, config: UnitConfig, runtime: Runtime) -> None
         config.all_reduce_hook(total)
         after = runtime.record()
     runtime.wait(after)
-
-
-def _round(total: torch.Tensor, dtype: torch.dtype) -> None:
-    """Round a sum that was formed in a wider dtype to the reduce dtype's precision, in place.
-
-    Keeping it wider would cost nothing, but losses would drift from those that PyTorch gives.
-    """
-    # In blocks that stay in cache. On other devices at once, since each block costs a launch.
-    for block in total.split(_BLOCK_NUMEL) if total.is_cpu else (total,):
-        block.copy_(block.to(dtype))

@@ -295,10 +295,6 @@ class UnitGradients:
             for each in self.buckets.large:
                 each.pool = [s for s in each.pool if not s.is_unused(each.holders)]
 
-    def flat_gradients(self) -> list[torch.Tensor | None]:
-        """Return the memory of the gradients, 1-D, one per bucket; None where it is not ours."""
-        return [each.in_use for each in self.buckets.current()]
-
     @property
     def partial_sums(self) -> list[torch.Tensor]:
         """The sums over the shard axis that wait for their all-reduce."""
@@ -527,4 +523,5 @@ class GradientBuckets:
 
 def _is_open(dtypes: GradientDtypes) -> bool:
     """Return whether a parameter's gradients have, and are reduced in, the dtype in which they come."""
-    return dtypes.shard is None and dtypes.unsharded.is_any
+    own = dtypes.unsharded
+    return dtypes.shard is None and own.is_set and own.dtype is None
