@@ -187,7 +187,14 @@ class Two(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "change", ["freeze a parameter", "freeze a unit", "unfreeze a parameter", "leave out a unit"]
+    "change",
+    [
+        "freeze a parameter",
+        "freeze a unit",
+        "unfreeze a parameter",
+        "unfreeze a parameter, and put off once more",
+        "leave out a unit",
+    ],
 )
 @pytest.mark.ours("fails where sizes change, or loses what it kept")
 @on_ranks(4)
@@ -207,6 +214,8 @@ def test_deferred_all_reduce_follows_what_is_trained(api: Api, change: str) -> N
                     each.second.requires_grad_(not is_last)
                 elif change == "unfreeze a parameter":
                     weight.requires_grad_(is_last)
+                elif change == "unfreeze a parameter, and put off once more":
+                    weight.requires_grad_(index > 0)
                 batch = make_batch(16, seed=3 * step + index)
                 if each is model:
                     batch = my_part(batch)

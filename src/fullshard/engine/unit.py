@@ -5,7 +5,6 @@ A unit moves between its phases and hands on its gradients; `hooks` and `iterati
 
 import dataclasses
 import enum
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -48,10 +47,8 @@ _LAST_SHARDED = UnitPhase.POST_FORWARD
 _AT_REST = frozenset({UnitPhase.SHARDED})
 _phase = operator.attrgetter("phase")
 _is_holding = operator.attrgetter("gradients.unreduced.is_holding")
-_owed, _known_buckets = (
-    operator.attrgetter(f"gradients.buckets.{each}") for each in ("owed", "known")
-)
-_partial = operator.attrgetter("partial")
+_owed = operator.attrgetter("gradients.buckets.owed")
+_waiting = operator.attrgetter("gradients.buckets.waiting")
 # From each phase, those that may follow. `Unit._to` is the one place where the phase changes.
 TRANSITIONS = {
     UnitPhase.SHARDED: {UnitPhase.GATHERING},
@@ -710,8 +707,7 @@ def are_sharded(units: Sequence[Unit]) -> bool:
 
 def have_unreduced(units: Sequence[Unit]) -> bool:
     """Return whether `UnitGradients.drop_unreduced` may have something to drop in one of the units."""
-    buckets = itertools.chain.from_iterable(map(_known_buckets, units))
-    return any(map(_is_holding, units)) or any(map(_owed, units)) or any(map(_partial, buckets))
+    return any(map(_is_holding, units)) or any(map(_owed, units)) or any(map(_waiting, units))
 
 
 def comms_of(units: Sequence[Unit]) -> list[Comm]:

@@ -237,16 +237,22 @@ class GradientShards:
         return uses + sum(map(storage_uses, self._addresses))
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class PartialSum:
     """A sum over the shard axis whose all-reduce over the replicate axis was put off.
 
+    bucket, indices: how it is arranged, and the unit's indices of the parameters in it; the very objects of the
+        bucket that it was formed in.
     total: 1-D, ``bucket.shard_numel`` elements of the recipe's total dtype, in scratch memory.
-    present: for each holder, whether any rank of the shard axis had a gradient.
+    takers: holders of whose gradient any rank of the shard axis had a part.
+    left: the indices whose part no newer sum has taken yet.
     """
 
+    bucket: BucketLayout
+    indices: list[int]
     total: torch.Tensor
-    present: tuple[bool, ...]
+    takers: set[ShardHolder]
+    left: set[int]
 
 
 class BucketGradients:
@@ -259,7 +265,6 @@ class BucketGradients:
     holders: the owners of the sharded parameters, in bucket order: one per parameter, or one for all
         inside a flat parameter. ``present`` and ``takers`` below are in this order.
     has_one_holder: one flat parameter gets the whole bucket, padding included.
-    partial: a sum that waits for its all-reduce, or None.
     recipe: of the last reduction, or None.
     pool: memory of gradients that were reduced, the newest last: in use, or to be used again.
     """
@@ -274,11 +279,12 @@ class BucketGradients:
         shard_rank: int,
         runtime: Runtime,
         owed: set[int],
+        waiting: list[PartialSum],
         alive: weakref.WeakSet[GradientShards],
     ) -> None:
         """Begin without memory.
 
-        owed: `GradientBuckets.owed`. alive: a set to which every piece of memory is added.
+        owed, waiting: those of `GradientBuckets`. alive: a set to which every piece of memory is added.
         """
         self.bucket = bucket
         self.indices = list(indices)
@@ -286,13 +292,13 @@ class BucketGradients:
         self.reduce_dtype = reduce_dtype
         self.may_be_wider = reduce_dtype.itemsize > bucket.compute_dtype.itemsize
         self._has_come_wider = False
-        self.partial: PartialSum | None = None
         self.recipe: Recipe | None = None
         self.pool: list[GradientShards] = []
         self.has_one_holder = bucket.is_flat and not isinstance(holders[0], ManagedParameter)
         self._shard_rank = shard_rank
         self.runtime = runtime
         self._owed = owed
+        self._waiting = waiting
         self._alive = alive
 
     @property
@@ -352,7 +358,8 @@ class BucketGradients:
         present: for each holder, whether any rank of the shard axis had a gradient. takers: as in
         `queue.BucketInFlight`.
         """
-        self.partial = PartialSum(total, present)
+        gets = set(itertools.compress(self.holders, present))
+        self._waiting.append(PartialSum(self.bucket, self.indices, total, gets, set(self.indices)))
         # Everybody in the bucket is owed, with or without a gradient: replicas may differ in that,
         # and the sizes of the next reduction follow from who is owed.
         owed = present if takers is not None else (True,) * len(self.holders)
@@ -361,43 +368,29 @@ class BucketGradients:
         self._owed.update(itertools.compress(self.indices, owed))
 
     def add_waiting(self, total: torch.Tensor, present: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Add the sum that waits for its all-reduce, if there is one, to a newer one, in place.
+        """Add what waits of its parameters for an all-reduce to a newer sum, in place.
 
         present: for each holder, whether the newer one has a gradient; returns it for both.
         """
-        if self.partial is None:
-            return present
-        waiting, self.partial = self.partial, None
-        total.add_(waiting.total)
-        self.runtime.scratch.give(waiting.total)
-        return tuple(map(operator.or_, present, waiting.present))
-
-    def take_over(self, other: "BucketGradients") -> None:
-        """Add the sums that wait in a bucket of another choice of parameters, where both have one.
-
-        For parameters that were frozen or unfrozen between micro-batches. ``other`` stays unchanged.
-        """
-        assert other.partial is not None
-        waiting = other.partial
-        # By parameter, also under one holder.
-        parts = shard_views(other.bucket, waiting.total, self._shard_rank)
-        views = dict(zip(other.indices, parts, strict=True))
-        if views.keys().isdisjoint(self.indices):
-            return
-        if self.partial is None:
-            scratch = self.runtime.scratch
-            # Zeros: this bucket may have parameters that the other has not, and padding.
-            total = scratch.take(self.bucket.shard_numel, waiting.total.dtype).zero_()
-            self.partial = PartialSum(total, (False,) * len(self.holders))
-        parts = shard_views(self.bucket, self.partial.total, self._shard_rank)
-        for index, part in zip(self.indices, parts, strict=True):
-            if index in views:
-                part.add_(views[index])
-        present = set(itertools.compress(other.holders, waiting.present))
-        self.partial.present = tuple(
-            had or holder in present
-            for holder, had in zip(self.holders, self.partial.present, strict=True)
-        )
+        for waiting in list(self._waiting):
+            if waiting.left.isdisjoint(self.indices):
+                continue
+            if waiting.indices is self.indices and len(waiting.left) == len(self.indices):
+                total.add_(waiting.total)
+            else:  # parameters were frozen or unfrozen since; by parameter, also under one holder
+                parts = shard_views(waiting.bucket, waiting.total, self._shard_rank)
+                views = dict(zip(waiting.indices, parts, strict=True))
+                parts = shard_views(self.bucket, total, self._shard_rank)
+                for index, part in zip(self.indices, parts, strict=True):
+                    if index in waiting.left:
+                        part.add_(views[index])
+            pairs = zip(self.holders, present, strict=True)
+            present = tuple(had or holder in waiting.takers for holder, had in pairs)
+            waiting.left.difference_update(self.indices)
+            if not waiting.left:
+                self._waiting.remove(waiting)
+                self.runtime.scratch.give(waiting.total)
+        return present
 
     def deposit(
         self, total: torch.Tensor, shards: GradientShards | None, present: Sequence[bool]

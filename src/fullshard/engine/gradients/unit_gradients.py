@@ -53,6 +53,7 @@ from fullshard.engine.gradients.accumulation import FlatSums, Sums, Unreduced
 from fullshard.engine.gradients.bucket import (
     BucketGradients,
     GradientShards,
+    PartialSum,
     Recipe,
     make_recipe,
     wire_dtype,
@@ -174,9 +175,6 @@ class UnitGradients:
         in_flight: list[tuple[BucketInFlight, Work]] = []
         config = unit.config
         buckets = self.buckets.current()
-        # Before anything is reduced: a reduction looks for what waits in its own bucket only.
-        if self._mesh.replicate_size > 1:
-            self._carry_partial(buckets)
         for each in buckets:
             bucket = each.bucket
             full = list(map(grads.__getitem__, each.indices))
@@ -219,19 +217,6 @@ class UnitGradients:
                 )
                 return
 
-    def _carry_partial(self, buckets: Sequence[BucketGradients]) -> None:
-        """Move sums that wait for their all-reduce from other buckets to those of this reduction.
-
-        Parameters were frozen or unfrozen since. The buckets in use include those that are owed, so
-        nothing is left behind.
-        """
-        for each in self.buckets.known:
-            if each.partial is not None and each not in buckets:
-                for bucket in buckets:
-                    bucket.take_over(each)
-                self.runtime.scratch.give(each.partial.total)  # added to another by now
-                each.partial = None
-
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add full gradients, one per parameter or None, to what waits for a later reduction."""
         buckets = self.buckets
@@ -264,8 +249,7 @@ class UnitGradients:
     def drop_unreduced(self) -> None:
         """Forget all that earlier backwards left to be reduced later: sums over shards, and full ones."""
         self.buckets.owed.clear()
-        for each in self.buckets.known:
-            each.partial = None
+        self.buckets.waiting.clear()
         if self.unreduced.is_holding:
             self.take_unreduced()
 
@@ -298,11 +282,11 @@ class UnitGradients:
     @property
     def partial_sums(self) -> list[torch.Tensor]:
         """The sums over the shard axis that wait for their all-reduce."""
-        return [each.partial.total for each in self.buckets.known if each.partial is not None]
+        return [each.total for each in self.buckets.waiting]
 
     @property
     def has_partial(self) -> bool:
-        return bool(self.partial_sums)
+        return bool(self.buckets.waiting)
 
     @property
     def pooled(self) -> list[GradientShards]:
@@ -327,6 +311,7 @@ class GradientBuckets:
     takes_any: some gradients are planned for the dtype in which the last ones came.
     owed: indices of parameters whose gradients were kept for a later reduction. They take part in
         the next one, even if they were frozen meanwhile. The same on all ranks.
+    waiting: sums over the shard axis whose all-reduce was put off; of each parameter at most one.
     alive: all memory of reduced gradients that exists, for reports.
     """
 
@@ -338,6 +323,7 @@ class GradientBuckets:
         self.large: list[BucketGradients] = []
         self.takes_any = False
         self.owed: set[int] = set()
+        self.waiting: list[PartialSum] = []
         self.flat_layout: UnitLayout | None = None
         self.alive: weakref.WeakSet[GradientShards] = weakref.WeakSet()
         self.shard_comm, self.replicate_comm = shard_comm, replicate_comm
@@ -369,6 +355,7 @@ class GradientBuckets:
         self.flat_layout = flat_layout
         self._config = config
         self.known.clear()
+        self.waiting.clear()
         self.large.clear()
         self._plans.clear()
         self._plan_dtypes([None] * len(self.params))
@@ -450,6 +437,7 @@ class GradientBuckets:
                 shard_rank=self._mesh.shard_rank,
                 runtime=self._runtime,
                 owed=self.owed,
+                waiting=self.waiting,
                 alive=self.alive,
             )
             for bucket, indices, reduce_dtype in self._divide(trainable)
