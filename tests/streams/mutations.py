@@ -138,7 +138,7 @@ class _Keeper:
 def _keep_alives(tree: ast.Module) -> dict[str, _Keeper]:
     """Find the classes of work in flight: those that report what they hold as ``tensors``.
 
-    (`InFlight` calls it ``temporaries``.) A field is there to keep memory if nothing but such a
+    (`UnitReduction` calls it ``temporaries``.) A field is there to keep memory if nothing but such a
     report reads it; what it is set to or cleared by does not count.
     """
     found = {}

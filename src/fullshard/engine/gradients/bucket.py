@@ -284,7 +284,7 @@ class BucketGradients:
     ) -> None:
         """Begin without memory.
 
-        owed, waiting: those of `GradientBuckets`. alive: a set to which every piece of memory is added.
+        owed, waiting: those of `BucketChoice`. alive: a set to which every piece of memory is added.
         """
         self.bucket = bucket
         self.indices = list(indices)
@@ -356,7 +356,7 @@ class BucketGradients:
         """Keep a sum over the shard axis, in scratch memory, for a later all-reduce.
 
         present: for each holder, whether any rank of the shard axis had a gradient. takers: as in
-        `queue.BucketInFlight`.
+        `queue.BucketReduction`.
         """
         gets = set(itertools.compress(self.holders, present))
         self._waiting.append(PartialSum(self.bucket, self.indices, total, gets, set(self.indices)))

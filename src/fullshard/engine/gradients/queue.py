@@ -39,7 +39,7 @@ class ReducedUnit(Protocol):
     replicate_comm: Comm
 
 
-class BucketInFlight:
+class BucketReduction:
     """One bucket of a reduction that was started, and where its sum over the shard axis is formed.
 
     takers: for each holder of a flat bucket, whether it gets a gradient; None for other buckets,
@@ -70,7 +70,7 @@ class BucketInFlight:
         return self.total
 
 
-class InFlight(NamedTuple):
+class UnitReduction(NamedTuple):
     """A unit's reduction from start to release, with the tensors that it reads.
 
     buckets: each with its reduce-scatter, which refers to it.
@@ -81,7 +81,7 @@ class InFlight(NamedTuple):
     """
 
     unit: ReducedUnit
-    buckets: list[tuple[BucketInFlight, Work]]
+    buckets: list[tuple[BucketReduction, Work]]
     grads: list[torch.Tensor | None]
     end: torch.Event | None = None
 
@@ -110,16 +110,16 @@ class ReductionQueue:
     def __init__(self) -> None:
         self.max_under_way = 1
         self.observer: Observer | None = None
-        self._started: collections.deque[InFlight] = collections.deque()
+        self._started: collections.deque[UnitReduction] = collections.deque()
         # Older than those, and with streams only: elsewhere, what is finished holds nothing.
-        self._finished: collections.deque[InFlight] = collections.deque()
+        self._finished: collections.deque[UnitReduction] = collections.deque()
         # The same reductions, while they are summed over replicas: they hold sums over shards.
-        self._replicated: list[InFlight] = []
+        self._replicated: list[UnitReduction] = []
         # Where the last released one that copies gradients to host memory ends: `release` waits.
         self._copied: tuple[Runtime, torch.Event | None] | None = None
 
     @property
-    def under_way(self) -> Sequence[InFlight]:
+    def under_way(self) -> Sequence[UnitReduction]:
         """The reductions that hold memory: not released yet, oldest first."""
         return [*self._replicated, *self._finished, *self._started]
 
@@ -132,7 +132,7 @@ class ReductionQueue:
                 with unit.runtime.on(Lane.REDUCE):
                     unit.runtime.wait(in_flight.end)
 
-    def add(self, in_flight: InFlight, *, keep: int) -> None:
+    def add(self, in_flight: UnitReduction, *, keep: int) -> None:
         """Take over a reduction that was started; finish all but the last ``keep``."""
         self._started.append(in_flight)
         if len(self._started) > keep or self._finished:
@@ -189,7 +189,7 @@ class ReductionQueue:
                 self._copied = None
         self._replicated.clear()
 
-    def _release(self, in_flight: InFlight) -> None:
+    def _release(self, in_flight: UnitReduction) -> None:
         if self.observer is not None:
             self.observer.begin(Kind.WAIT_REDUCE_SCATTER, in_flight.unit)
         # Before `in_flight` goes: what it holds may be given to compute at once, while the lane reads.
@@ -224,7 +224,7 @@ class ReductionQueue:
             queue.clear()
 
 
-def _finish(in_flight: InFlight) -> tuple[torch.Event | None, torch.Event | None]:
+def _finish(in_flight: UnitReduction) -> tuple[torch.Event | None, torch.Event | None]:
     """Finish a reduction.
 
     Returns the events after which nothing reads full gradients any more, and after which all is done:
@@ -258,12 +258,12 @@ def _finish(in_flight: InFlight) -> tuple[torch.Event | None, torch.Event | None
         return read, runtime.record()
 
 
-def _total(item: BucketInFlight) -> torch.Tensor:
+def _total(item: BucketReduction) -> torch.Tensor:
     assert item.total is not None  # the reduce-scatter was waited for
     return item.total
 
 
-def _sum_shards(item: BucketInFlight, reduction: Work) -> tuple[bool, ...] | None:
+def _sum_shards(item: BucketReduction, reduction: Work) -> tuple[bool, ...] | None:
     """Wait for a sum over the shard axis, and add one that waited for its all-reduce.
 
     Returns who gets a gradient of it, for each holder; None if its all-reduce is put off: the sum
@@ -285,7 +285,7 @@ def _sum_shards(item: BucketInFlight, reduction: Work) -> tuple[bool, ...] | Non
     return present
 
 
-def _complete(item: BucketInFlight, present: tuple[bool, ...] | None, unit: ReducedUnit) -> None:
+def _complete(item: BucketReduction, present: tuple[bool, ...] | None, unit: ReducedUnit) -> None:
     """Sum over replicas, round, run the user's hook and give parameters their gradients.
 
     It is rounded to the reduce dtype, in place. In this order: the hook may add ranks that are not in the mesh, and finds the gradient as it
@@ -309,7 +309,7 @@ def _complete(item: BucketInFlight, present: tuple[bool, ...] | None, unit: Redu
         item.gradients.deposit(total, item.shards, present)
 
 
-def _sum_replicas(item: BucketInFlight, present: tuple[bool, ...], comm: Comm) -> tuple[bool, ...]:
+def _sum_replicas(item: BucketReduction, present: tuple[bool, ...], comm: Comm) -> tuple[bool, ...]:
     """Sum over the replicate axis, in place, and divide. Collective.
 
     present: for each holder, whether a rank of this replica had a gradient. Returns the same for

@@ -26,7 +26,7 @@ returns is under way: `queue` finishes it and gives parameters their gradients.
   reduce the unit, and all its trainable parameters get gradients: zeros, if no rank had one.
 - *Accumulation.* A missing gradient adds nothing to the sum. A parameter without any gradient since
   the last reduction counts as None in the next one. Parameters that were trainable when gradients
-  were kept take part in it (`GradientBuckets.owed`), even if they were frozen meanwhile.
+  were kept take part in it (`BucketChoice.owed`), even if they were frozen meanwhile.
 
 [Note: Buckets] Only gradients of trainable parameters travel. So buckets follow from which parameters
 are trainable, never from which have a gradient, and all ranks agree on their sizes. Freezing and
@@ -58,7 +58,7 @@ from fullshard.engine.gradients.bucket import (
     make_recipe,
     wire_dtype,
 )
-from fullshard.engine.gradients.queue import BucketInFlight, InFlight, ReducedUnit
+from fullshard.engine.gradients.queue import BucketReduction, ReducedUnit, UnitReduction
 from fullshard.engine.params.buffers import KEPT_NBYTES
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.runtime import Lane, Runtime, no_grad
@@ -85,13 +85,13 @@ class UnitGradients:
         self, mesh: MeshPlan, shard_comm: Comm, replicate_comm: Comm, runtime: Runtime
     ) -> None:
         self.runtime = runtime
-        self.buckets = GradientBuckets(mesh, shard_comm, replicate_comm, runtime)
+        self.buckets = BucketChoice(mesh, shard_comm, replicate_comm, runtime)
         self.unreduced = Unreduced()
         self._mesh = mesh
         self._is_alone = mesh.data_parallel_size == 1
         self._has_warned = False  # of a gradient that other ranks may have
 
-    def reduce(self, grads: list[torch.Tensor | None], unit: ReducedUnit) -> InFlight | None:
+    def reduce(self, grads: list[torch.Tensor | None], unit: ReducedUnit) -> UnitReduction | None:
         """Start reducing full gradients, plus what was accumulated before. Collective.
 
         grads: one per parameter, or None. Sums over the shard axis are under way when this returns.
@@ -123,7 +123,7 @@ class UnitGradients:
         if not self.runtime.has_streams:
             with no_grad():
                 buckets = self._start(grads, unit, accumulated=is_wide)
-            in_flight = InFlight(unit, buckets, [])
+            in_flight = UnitReduction(unit, buckets, [])
         else:
             # The lane waits for compute, which has yet to form the gradients. Memory that is
             # allocated inside, scratch and gradients, belongs to the lane.
@@ -131,7 +131,7 @@ class UnitGradients:
                 buckets = self._start(grads, unit, accumulated=is_wide)
             # Full gradients belong to compute. They are held until it has waited for the lane: freed
             # now, they would be given to compute again and written to while the lane reads them.
-            in_flight = InFlight(unit, buckets, list(grads))
+            in_flight = UnitReduction(unit, buckets, list(grads))
         # After the buckets and their takers were chosen by it, before the queue finishes what was
         # started, which may owe gradients again.
         self.buckets.owed.clear()
@@ -170,9 +170,9 @@ class UnitGradients:
 
     def _start(
         self, grads: Sequence[torch.Tensor | None], unit: ReducedUnit, *, accumulated: bool
-    ) -> list[tuple[BucketInFlight, Work]]:
+    ) -> list[tuple[BucketReduction, Work]]:
         """Start the reduce-scatter of every bucket, in the same order on all ranks."""
-        in_flight: list[tuple[BucketInFlight, Work]] = []
+        in_flight: list[tuple[BucketReduction, Work]] = []
         config = unit.config
         buckets = self.buckets.current()
         for each in buckets:
@@ -185,7 +185,7 @@ class UnitGradients:
             recipe = each.recipe
             if recipe is None or recipe.config is not config or recipe.accumulated is not is_wide:
                 recipe = self.buckets.plan(each, unit, accumulated=is_wide)
-            item = BucketInFlight(each, recipe, each.takers() if bucket.is_flat else None)
+            item = BucketReduction(each, recipe, each.takers() if bucket.is_flat else None)
             if config.comm_hook is not None:
                 reduction = reduce_by_hook(config.comm_hook, bucket, full, item.take())
             else:
@@ -299,7 +299,7 @@ class UnitGradients:
         return sum(shards.flat.nbytes for shards in self.buckets.alive)
 
 
-class GradientBuckets:
+class BucketChoice:
     """Chooses and keeps the buckets of one unit's gradients.
 
     shard_comm, replicate_comm: for the sums over the shard axis and over the replicate axis.
