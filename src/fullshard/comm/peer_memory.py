@@ -7,11 +7,8 @@ parameter moves no bytes at all, and the host holds one copy of it however many 
     shared memory of a bucket, 2 ranks:   [ w rows 0-1 | w rows 2-3 | packed of 0 | packed of 1 ]
                                             `- rank 0's   `- rank 1's
 
-Reading a peer's shard takes no message. It is safe if the peer has finished writing, and if nobody
-writes while a rank still reads. So the engine calls `fence` before the first unshard of an
-iteration and after the last use. Shards may be written from the second of these fences until the
-first one of the next iteration (see `engine/iteration.py`, Note: Fences). So nothing in
-`all_gather` waits.
+Reading a peer's shard takes no message. That nobody writes meanwhile, the engine sees to by calls of `fence`
+(see `engine/iteration.py`, Note: Fences). So nothing in `all_gather` waits.
 
 Gradients are staged. Each rank copies its gradients, for all ranks, into its own part of a shared
 ring (see `ring`, which orders writers and readers by counters). Each rank then sums its shard over
