@@ -445,9 +445,10 @@ class Unit:
         A loss may be an attribute, or in an object that nobody knows how to look into. Then no hook
         comes before the backward that could gather the parameters again.
         """
-        if self.is_unsharded and not self.awaits_backward and self.params.are_trained:
-            self.awaits_backward = True
-            self.watch.note_stay()
+        if self.is_unsharded and not self.awaits_backward:
+            self.awaits_backward = any(param.requires_grad for param in self.params.all)
+            if self.awaits_backward:
+                self.watch.note_stay()
 
     def _free(self, after_forward: bool) -> None:
         params, buffers = self.params, self.params.buffers
@@ -588,7 +589,7 @@ class Unit:
         self._is_exposed = True
         if self.is_in_place:
             self.settle()  # the unsharded parameters are about to get other memory
-            self.params.read_privately()
+            self.params.bind(in_place=False)
 
     def keep_privately(self) -> None:
         """Copy what stays unsharded after an evaluation out of the memory that peers write to.

@@ -185,9 +185,9 @@ def _set_ordered(unit: Unit, *, ordered: bool) -> None:
     if unit.comm.reads_in_place and unit.may_be_in_place:
         if ordered and unit.is_in_place:
             with naming_lack(f"{unit.path}: private memory", "Values are as they were."):
-                unit.params.read_privately()
+                unit.params.bind(in_place=False)
         elif not ordered and unit.is_sharded:
-            unit.params.read_in_place()
+            unit.params.bind(in_place=True)
             if unit.params.is_in_place:
                 unit.watch.begin()  # nothing was noted while the unit was private
     unit.is_ordered = ordered

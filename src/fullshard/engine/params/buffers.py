@@ -122,7 +122,7 @@ class UnitBuffers:
         self._post_forward_shards: list[ShardBuffer] = []
         self._smaller_buckets: dict[tuple[int, int], BucketLayout] = {}  # by bucket and group size
         self._post_forward_comm: ProcessGroupComm | None = None
-        self._bind(allow_in_place=True)
+        self.bind(in_place=True)
         self.may_be_in_place = self.in_place
 
     @property
@@ -158,20 +158,6 @@ class UnitBuffers:
     def unsharded(self, index: int) -> torch.Tensor:
         """Return the whole parameter in the compute dtype; it has memory from unshard to free."""
         return self._views[index]
-
-    def read_privately(self) -> None:
-        """Move to private memory, so that writes to unsharded parameters do not reach shards.
-
-        Safe while graphs still refer to tensors over the shards, which are never freed.
-        """
-        self._bind(allow_in_place=False)
-
-    def read_in_place(self) -> None:
-        """Read shards in place again and drop the private buffers.
-
-        Nobody else may refer to the private buffers, freed or not: check `is_in_use` first.
-        """
-        self._bind(allow_in_place=True)
 
     def note_uses(self) -> None:
         """Take today's references to the private buffers as the unit's own.
@@ -387,37 +373,35 @@ class UnitBuffers:
         """Forget the shards over the smaller group: no backward came, and they may be outdated."""
         self._post_forward_shards = []
 
-    def _bind(self, *, allow_in_place: bool) -> None:
-        """Make private buffers and unsharded parameters, in place where allowed and possible."""
+    def bind(self, *, in_place: bool) -> None:
+        """Make private buffers and unsharded parameters, or read shards in place where that is possible.
+
+        in_place: False gives all of them private memory, so that writes to them do not reach shards. That is
+            safe while graphs refer to tensors over the shards, which are never freed. True drops private
+            buffers, to which nobody else may refer, freed or not: check `is_in_use` first.
+        """
         bound: list[_Unsharded] = []
         views: dict[int, torch.Tensor] = {}
-        in_place = False
+        is_any_in_place, device = False, self._runtime.device
         # Inference tensors cannot be saved for backward, and these outlast this forward.
         with torch.inference_mode(False):
             for buffer in self._buckets:
-                reads_in_place = allow_in_place and self._is_readable_in_place(buffer)
+                # Ranks of one host share them, on the compute device, in the dtype that is computed with.
+                reads_in_place = (
+                    in_place
+                    and bool(buffer.in_place)
+                    and buffer.bucket.dtype == buffer.bucket.compute_dtype
+                    and all(shard.device == device for shard in buffer.in_place)
+                )
                 bound.append(self._bind_bucket(buffer, views, in_place=reads_in_place))
-                in_place |= reads_in_place
+                is_any_in_place |= reads_in_place
         # Assigned last: if an allocation above raises, everything is as it was.
-        self._unsharded, self._views, self.in_place = bound, views, in_place
+        self._unsharded, self._views, self.in_place = bound, views, is_any_in_place
         self._freed = [unsharded for unsharded in bound if not unsharded.stays_allocated]
         self._moves = any(unsharded.nbytes for unsharded in bound)
         self._only = None
         if len(bound) == 1 and self._moves and not self._runtime.has_streams:
             self._only = self._buckets[0], bound[0].flat, bound[0].offset
-
-    def _is_readable_in_place(self, buffer: ShardBuffer) -> bool:
-        """Return whether a bucket's direct parameters may be read in the shards' memory.
-
-        They have to be readable (ranks of one host share it), on the compute device, and stored in
-        the dtype that is computed with.
-        """
-        bucket, device = buffer.bucket, self._runtime.device
-        return (
-            bool(buffer.in_place)
-            and bucket.dtype == bucket.compute_dtype
-            and all(shard.device == device for shard in buffer.in_place)
-        )
 
     def _bind_bucket(
         self, buffer: ShardBuffer, views: dict[int, torch.Tensor], *, in_place: bool
