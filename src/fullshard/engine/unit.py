@@ -103,7 +103,7 @@ class Unit:
     is_whole: True while copies of the whole parameters are shown, in any phase (see `whole`).
     is_ordered: gathers are in order with writes (see `checks.writes`, Note: Ordered gathers).
     is_joined: a module around it gathers and frees it (see `hooks`, Note: Joined units).
-    model: a weak reference to the root's hooks; returns None before the model's first use.
+    owner: a weak reference to the `ModuleState` that it was made for; returns None if that is gone.
     comm, replicate_comm: the communication over the shard axis and over the replicate axis.
     reduce_group: another process group of the same ranks, for reduce-scatters; None for the same.
     awaits_backward: it stays unsharded for a backward that outputs did not announce.
@@ -142,7 +142,7 @@ class Unit:
         self.observer: Observer | None = None
         self.watch = self.params.watch
         self._awaits_step = False  # unsharded while gradients wait for an optimizer
-        self.model: Callable[[], Any] = _unknown
+        self.owner: Callable[[], Any] = _nobody
         self.number, self.backward = 0, Backward()  # in its model, and of it, once that is known
         self._is_exposed = False  # users may write to unsharded parameters: never read in place
         self._works: list[Work] = []  # parts of the gather under way that are to be waited for
@@ -153,11 +153,6 @@ class Unit:
     def claim(self) -> None:
         """Let the parameters know whose they are."""
         self.params.belong_to(self, self.backward)
-
-    def join_model(self, number: int, backward: Backward) -> None:
-        """Become a unit of a model: the one of this number, whose backwards these are."""
-        self.number, self.backward = number, backward
-        self.claim()
 
     def slots_change(self) -> None:
         """Take note that a parameter is registered in another place, too."""
@@ -196,18 +191,14 @@ class Unit:
             )
             self.configure(mp_policy=policy)
 
-    def set_name(self, name: str) -> None:
-        """Set the name: the path of the unit's module in the model, empty for the root."""
+    def set_name(self, name: str, *, model: int = 0) -> None:
+        """Set the name: the path of the unit's module in the model, empty for the root.
+
+        model: which of the models of its group of ranks that is, from 0: units of others may have its name.
+        """
         self.name = name
-        self._enter_as(self.path)
-
-    def set_model(self, number: int) -> None:
-        """Set which of the models of its group of ranks this is, from 0: units of others may have its name."""
-        if number:
-            self._enter_as(f"{self.path} of model {number + 1}")
-
-    def _enter_as(self, text: str) -> None:
-        self.entered_as, self.gather_label = text, f"{text}: all-gather"
+        self.entered_as = f"{self.path} of model {model + 1}" if model else self.path
+        self.gather_label = f"{self.entered_as}: all-gather"
         self.gradients.buckets.forget_recipes()  # they contain it
 
     @property
@@ -622,38 +613,24 @@ class Unit:
 
         Raises StateError before the model's first use, which settles what belongs to it.
         """
-        model = self.model()
-        if model is None:
+        owner = self.owner()
+        if owner is None or owner.known_iteration is None:
             raise StateError(
                 f"{param.name} ({self.label}): a gradient came before the model's first forward, which "
                 "settles what belongs to the model. Run a forward of the whole model first."
             )
-        model.begin_backward()
+        owner.hooks().begin_backward()
 
     def add_gradient(self, index: int, grad: torch.Tensor) -> None:
         """Add a parameter's full gradient to what autograd has left for the next reduction."""
         self.params.shown.hide_gradients()  # else `.grad` would be that of the sharded parameter
         self.params[index].add_gradient(grad)
 
-    def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Keep full gradients, one per parameter, for a later reduction."""
-        self.gradients.accumulate(grads)
-
     def zero_gradients(self, *, set_to_none: bool) -> None:
         """Drop or zero the gradients of the sharded parameters, which modules may not show now."""
         self.params.zero_gradients(set_to_none=set_to_none)
 
-    # What rooms above the engine read of gradients and parameters; `params` is the engine's alone
-
-    @property
-    def accumulated_gradients(self) -> list[torch.Tensor]:
-        """All that backwards have added up, each element once: gradients, and sums that wait."""
-        return self.gradients.accumulated
-
-    @property
-    def has_hidden_gradients(self) -> bool:
-        """True if sums wait that users do not see as ``.grad``, and so cannot drop there."""
-        return self.gradients.has_hidden
+    # What rooms above the engine read of parameters; `params` is the engine's alone
 
     @property
     def managed(self) -> Sequence[ManagedParameter]:
@@ -720,5 +697,5 @@ def comms_of(units: Sequence[Unit]) -> list[Comm]:
     return list(dict.fromkeys(comm for u in units for comm in (u.comm, u.replicate_comm)))
 
 
-def _unknown() -> None:
+def _nobody() -> None:
     return None

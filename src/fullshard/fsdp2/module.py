@@ -128,9 +128,10 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is this iteration's last, if a forward has several.
 
-        It holds for the whole model. Set before the first forward, it counts on the root alone.
+        It holds for the whole model, whichever of its modules is told. Before the first forward, what the
+        root is told wins.
         """
-        _state(self).set_on_root(is_last_backward=is_last_backward)
+        _state(self).said["is_last_backward"] = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Let the program end backwards by `finalize_backward`, instead of each ending by itself.
@@ -180,7 +181,7 @@ class FSDPModule:
 
         Without effect where there are no streams. Each event is waited for once.
         """
-        _state(self).set_on_root(post_optim_event=event)
+        _state(self).said["post_optim_event"] = event
 
     def reset_iter_state(self) -> None:
         """Drop what an iteration that an exception ended left behind.
