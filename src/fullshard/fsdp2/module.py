@@ -14,10 +14,9 @@ from torch import nn
 from typing_extensions import deprecated
 
 from fullshard.comm.collectives import AllGather, ReduceScatter
-from fullshard.engine.adoption import follow_changes, keeping_ties
+from fullshard.engine.adoption import follow_changes
 from fullshard.engine.checks.meta import (
-    mark_unwritten,
-    places_on_meta,
+    giving_memory,
     refuse_lack_of_memory,
 )
 from fullshard.engine.copying import copy_sharded
@@ -368,12 +367,8 @@ class FSDPModule:
         if device is not None and torch.device(device).type == "cpu":
             buffers = cast(nn.Module, self).buffers(recurse)
             refuse_lack_of_memory("to_empty", self._units(recurse=recurse), buffers)
-        places = places_on_meta(cast(nn.Module, self), recurse=recurse)
-        modules = cast(nn.Module, self).modules() if recurse else ()
-        with keeping_ties(modules):
-            result = super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
-        mark_unwritten(places)
-        return result
+        with giving_memory(cast(nn.Module, self), recurse=recurse):
+            return super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Convert the sharded parameters, for ``.to()`` and ``.half()``, also if unsharded now."""

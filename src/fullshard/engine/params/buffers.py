@@ -1,5 +1,7 @@
 """The memory of one unit: who allocates, writes, reads and frees each part of it.
 
+This table has all memory of the engine, also what others look after (in brackets).
+
 | buffer | allocated | freed | written by | read by |
 | --- | --- | --- | --- | --- |
 | shards | when the unit is built, or at the first forward for meta parameters | with the unit | \
@@ -9,6 +11,21 @@ backward |
 | unsharded, in place | it is the shards' memory | never | optimizer | forward, backward |
 | gradient shards | at the first reduction | when the user drops the gradients, then reused | \
 reduction | optimizer |
+| shards over a smaller group | at reshard after forward (``reshard_after_forward=N``) | at the gather for backward | \
+reshard | all-gather |
+| sums that wait (`gradients.accumulation`) | at the first backward that does not reduce | at the reduction; on the \
+host kept one step more, to be used again | autograd | reduction |
+| partial sums (`gradients.bucket`) | at a reduce-scatter whose all-reduce is put off | at that all-reduce | \
+reduction | all-reduce |
+| staging (`comm.packing.Regions`) | at the start of a collective | at its end: back to a pool, if large at once | \
+shards, gradients | the collective |
+| scratch (`comm.packing.Scratch`) | at a reduction | at its end: on the CPU back to a pool, of all models | \
+reduction | reduction |
+| rotation (`runtime.Rotation`), with streams | at unshard, as unsharded memory | at the end of a pass; from reshard on \
+it serves other units | all-gather | forward, backward |
+| rings and segments (`comm.ring`, `comm.shared_memory`) | with the unit | with the unit | all ranks of a host | the same |
+| samples, sums of blocks (`checks.writes`) | at the first pass that takes some; in watched passes | with the unit; \
+when ranks agree | copy of some words of shards | comparison |
 
 [Note: Freed under its tensors] Autograd's graph saves the unsharded parameters in forward and reads
 them in backward, after they were freed and gathered again. So they are created once and must stay
