@@ -35,13 +35,14 @@ def settle_to_read(unit: Unit) -> None:
 
 
 def settle_to_write(unit: Unit, call: str) -> None:
-    """Adopt what users have moved, and bring a unit to rest.
+    """Adopt what users have moved, bring a unit to rest, and wait for copies that read it in host memory.
 
     Raises StateError if copies of whole parameters are shown, and as `refuse_while_used` does.
     """
     _refuse_shown_whole(unit)
     refuse_while_used(unit, call)
     unit.settle()
+    unit.finish_reading()
     follow_changes(unit)
 
 

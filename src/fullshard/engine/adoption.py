@@ -25,7 +25,7 @@ from fullshard.policies import UnitConfig
 logger = logging.getLogger("fullshard")
 
 
-def make_unit(params: UnitParams, config: UnitConfig, comms: UnitComms | None = None) -> Unit:
+def make_unit(params: UnitParams, config: UnitConfig, comms: UnitComms) -> Unit:
     """Return a unit of these parts (see `Unit`), with memory unless parameters are on the meta device."""
     unit = Unit(params, config, comms)
     if not unit.params.on_meta:

@@ -112,12 +112,10 @@ class Unit:
     is_left_alone: nobody writes to the shards in this pass: see `begin_pass`.
     """
 
-    def __init__(
-        self, params: UnitParams, config: UnitConfig, comms: UnitComms | None = None
-    ) -> None:
+    def __init__(self, params: UnitParams, config: UnitConfig, comms: UnitComms) -> None:
         """Make a unit without memory: see `adoption.make_unit`.
 
-        comms: the result of `choose_comms` for this unit; None chooses now.
+        comms: the result of `choose_comms` for this unit.
         """
         self.params = params
         self.mesh, self.device = mesh, device = params.mesh, params.device
@@ -128,7 +126,6 @@ class Unit:
         self.set_config(config)
         self.runtime = Runtime.of(device)
         self._scratch = self.runtime.scratch  # held, so that it is freed with the last unit
-        comms = comms or choose_comms(mesh, device, config)
         self.comm, self.replicate_comm = comms.shard, comms.replicate
         self.reduce_group: dist.ProcessGroup | None = None
         self.gradients = UnitGradients(mesh.plan, self.comm, self.replicate_comm, self.runtime)

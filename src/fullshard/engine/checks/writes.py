@@ -1,20 +1,16 @@
 """Notice writes to parameters, while the model runs and between its passes, and stay right in spite of them.
 
-Reading peers' shards in place, and gathering a unit before its forward begins, assume that nobody
-writes to a parameter between a model's first use of an iteration and its last. A program need not
-keep to that (docs/design.md, Writes while the model runs). So the first two passes of each kind
-(training or evaluation, with or without gradients) are *watched*, and some later ones, ever fewer:
+What the fast ways of gathering assume, and what breaks it: docs/design.md, "Writes while the model runs".
+The first two passes of each kind (training or evaluation, with or without gradients) are *watched*, and some
+later ones, ever fewer:
 
     watched pass   every gather is ordered with all ranks' writes, goes to private memory and is
-                   never early; contents are compared from use to use
+                   never early; contents are compared from use to use: right whatever the program does
     after it       units that nobody wrote to are read in place and gathered early again; the
                    others stay ordered as long as the model lives
 
-A watched pass is right whatever the program does. Contents are compared, since most ways to write
-leave no trace: ``p.data.mul_()`` and ``torch._foreach_mul_`` advance no version counter of a
-DTensor. On devices with streams nothing is gathered early, and the host waits once for what a
-watched pass has compared, when the next pass begins; later writes are noticed by version counters
-alone, as the host would have to wait for contents.
+On devices with streams the host waits once for what a watched pass has compared, when the next pass begins;
+later writes are noticed by version counters alone, as the host would have to wait for contents.
 
 What stays unsharded from one pass to the next is in memory of this rank alone, so a forward need
 not gather it, unless somebody has written to its shards since: see `StayedUnits`.
