@@ -30,7 +30,8 @@ from fullshard.process_hooks import first_use
 HOOKS = "_fullshard_hooks"  # an attribute of sharded modules: their `Hooks`, which have the state
 _ROOT_FINALIZES = "set_manual_backward_finalization must be called on the root FSDP module."
 
-_units: weakref.WeakSet[Unit] = weakref.WeakSet()  # of all states in this process
+# The units of all states in this process, in their order.
+_units: "weakref.WeakKeyDictionary[Unit, None]" = weakref.WeakKeyDictionary()
 
 
 class ModuleState:
@@ -72,7 +73,7 @@ class ModuleState:
         self.buffer_dtypes = weakref.WeakKeyDictionary()
         for unit in units:
             unit.owner = weakref.ref(self)
-            _units.add(unit)
+            _units[unit] = None
         self._modules = [weakref.ref(module) for module in modules]
         self._own_iteration: Iteration | None = None  # of a root, which owns it
         self.is_root = False
