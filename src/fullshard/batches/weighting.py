@@ -32,7 +32,7 @@ from torch import nn
 
 from fullshard.comm.outside_steps import run_collective
 from fullshard.engine.iteration import Iteration
-from fullshard.engine.module_state import state_of_unit
+from fullshard.engine.module_state import ModuleState
 from fullshard.engine.observer import PassWatcher, watchers
 from fullshard.engine.params.form import UnitMesh
 from fullshard.engine.params.managed import manager_of
@@ -232,7 +232,7 @@ def _add_weight(
     step = _step_of(keys, trained, device)
     flags, may_be_mixed = step.marks.compare([*trained], device)
     own = torch.as_tensor(weight, dtype=torch.float64, device=device)
-    has_hidden = any(unit.has_hidden_gradients for unit in units)
+    has_hidden = any(unit.gradients.has_hidden for unit in units)
     waits = torch.tensor(float(has_hidden), dtype=torch.float64, device=device)
     dropped = flags[1] * (1 - flags[0])
     facts = torch.cat([torch.stack([own.reshape(()), waits]), flags.flatten(), dropped])
@@ -301,7 +301,7 @@ def _settle_failure() -> None:
     grads = (tensor.grad for each in failed.trained if (tensor := each()) is not None)
     units = (unit for each in failed.units if (unit := each()) is not None)
     if any(g is not None and g.count_nonzero() > 0 for g in grads) or any(
-        unit.has_hidden_gradients for unit in units
+        unit.gradients.has_hidden for unit in units
     ):
         raise StateError(
             "weighted_loss: an exception has ended the last weighted backward, and gradients of that step are "
@@ -357,7 +357,7 @@ def _roots(model: nn.Module) -> dict[Iteration, nn.Module]:
     """Return the iterations that a model's units are of, each with its root module."""
     found: dict[Iteration, nn.Module] = {}
     for unit in units_of(model):
-        state = state_of_unit(unit)
+        state: ModuleState | None = unit.owner()
         if state is not None and (iteration := state.known_iteration) is not None:
             root = state.root_module
             assert root is not None
@@ -405,7 +405,7 @@ def _widest(units: Sequence[Unit]) -> UnitMesh:
 def _rescale(units: Sequence[Unit], trained: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply all that earlier backwards have left."""
     own = {id(holder.sharded) for unit in units for holder in unit.holders}
-    left = [tensor for unit in units for tensor in unit.accumulated_gradients]
+    left = [tensor for unit in units for tensor in unit.gradients.accumulated]
     left += [p.grad for p in trained if id(p) not in own and p.grad is not None]
     for device, tensors in itertools.groupby(left, key=lambda tensor: tensor.device):
         torch._foreach_mul_([*tensors], factor.to(device))

@@ -16,9 +16,8 @@ from torch import nn
 
 from fullshard.deferred.record import ConstructionRecord, MemoryView, replay, tensor_of
 from fullshard.deferred.recording import AsIfWithMemory, Recorder
-from fullshard.engine.adoption import keeping_ties
 from fullshard.engine.checks.meta import (
-    mark_unwritten,
+    giving_memory,
     places_on_meta,
     refuse_lack_of_memory,
 )
@@ -98,16 +97,14 @@ def _allocate(model: nn.Module, device: torch.device | str | None) -> None:
     if target is None:
         offloaded = bool(units) and units[0].config.offload_to_cpu
         target = units[0].device if units and not offloaded else torch.device("cpu")
-    places = places_on_meta(model, recurse=True)
-    if not places:
+    if not places_on_meta(model, recurse=True):
         return
     if target.type == "cpu":
         others = model.buffers() if units else (*model.parameters(), *model.buffers())
         refuse_lack_of_memory("materialize", units, others)
-    with keeping_ties(model.modules()):
+    with giving_memory(model, recurse=True):
         # Not `to_empty`, which takes the values of all others.
         model._apply(lambda t: torch.empty_like(t, device=target) if t.is_meta else t)
-    mark_unwritten(places)
 
 
 # By memory of a construction, what its values are copied to: a view, and a function of the whole tensor.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fullshard.engine.adoption import adopt, follow_changes
-from fullshard.engine.module_state import ModuleState, state_of_unit
+from fullshard.engine.module_state import ModuleState
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, StateError
@@ -26,7 +26,7 @@ def settle_to_read(unit: Unit) -> None:
     Raises StateError if copies of whole parameters are shown, which readers would take for shards.
     """
     _refuse_shown_whole(unit)
-    state = state_of_unit(unit)
+    state: ModuleState | None = unit.owner()
     if state is None or not is_running(state, if_unknown=True):
         unit.settle()
         follow_changes(unit)
@@ -35,19 +35,20 @@ def settle_to_read(unit: Unit) -> None:
 
 
 def settle_to_write(unit: Unit, call: str) -> None:
-    """Adopt what users have moved, and bring a unit to rest.
+    """Adopt what users have moved, bring a unit to rest, and wait for copies that read it in host memory.
 
     Raises StateError if copies of whole parameters are shown, and as `refuse_while_used` does.
     """
     _refuse_shown_whole(unit)
     refuse_while_used(unit, call)
     unit.settle()
+    unit.finish_reading()
     follow_changes(unit)
 
 
 def refuse_while_used(unit: Unit, call: str) -> None:
     """Raise MisuseError if a forward or backward uses a unit's parameters. call: what would write."""
-    state = state_of_unit(unit)
+    state: ModuleState | None = unit.owner()
     if unit.is_unsharded and state is not None and is_running(state, if_unknown=False):
         raise MisuseError(
             f"{unit.label}: {call} is called while the model's forward or backward uses these "

@@ -5,13 +5,11 @@ Programs replace, move and cast parameters between steps: ``to_empty()``, ``load
 unit that is at rest, or brings it there.
 """
 
-import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fullshard.comm.interface import Comm
 from fullshard.comm.select import leave_peer_memory
@@ -27,7 +25,7 @@ from fullshard.policies import UnitConfig
 logger = logging.getLogger("fullshard")
 
 
-def make_unit(params: UnitParams, config: UnitConfig, comms: UnitComms | None = None) -> Unit:
+def make_unit(params: UnitParams, config: UnitConfig, comms: UnitComms) -> Unit:
     """Return a unit of these parts (see `Unit`), with memory unless parameters are on the meta device."""
     unit = Unit(params, config, comms)
     if not unit.params.on_meta:
@@ -195,21 +193,3 @@ def move_parameters(moves: Sequence[tuple[ManagedParameter, Unit, Unit]]) -> Non
         unit.settle()
     for unit, params in new.items():
         set_params(unit, list(params))
-
-
-@contextlib.contextmanager
-def keeping_ties(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Register one parameter, after the body, wherever modules shared one on the meta device before.
-
-    ``to_empty()`` leaves each place a parameter of its own. Nothing says so, and they are trained apart.
-    """
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in modules:
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                places.setdefault(id(parameter), []).append((module, name))
-    tied = [each for each in places.values() if len(each) > 1]
-    yield
-    for (first, its_name), *others in tied:
-        for module, name in others:
-            module._parameters[name] = first._parameters[its_name]

@@ -13,7 +13,7 @@ from fullshard.engine.adoption import make_unit, use_comm
 from fullshard.engine.hooks import Hooks, hooks_of
 from fullshard.engine.params.managed import Slot, owner_of
 from fullshard.engine.params.unit_params import UnitParams
-from fullshard.engine.unit import Unit
+from fullshard.engine.unit import Unit, choose_comms
 from fullshard.errors import MisuseError
 
 
@@ -120,7 +120,8 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
         sharded = slots[0].current  # the copy that `copy_plain` has registered
         assert sharded is not None
         params.append(param.copy(sharded, slots))
-    other = make_unit(UnitParams(params, unit.mesh, unit.device), unit.config)
+    comms = choose_comms(unit.mesh, unit.device, unit.config)
+    other = make_unit(UnitParams(params, unit.mesh, unit.device), unit.config, comms)
     if other.comm is not unit.comm:  # the user has set another than the config says
         use_comm(other, unit.comm)
     if unit.reduce_group is not None:

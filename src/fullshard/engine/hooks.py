@@ -83,6 +83,7 @@ from fullshard.torch_private import (
     current_graph_task_id,
     is_fake,
     is_fake_mode_active,
+    local_part,
 )
 
 
@@ -153,9 +154,13 @@ class Hooks:
         for unit in state.all_units:
             if unit.is_whole:
                 return args, kwargs  # to compute with what is shown
-        if is_fake_mode_active() and not self._is_fake:
-            self._begin_fake(module)
-            return cast_inputs(state.policy, args, kwargs)
+        if is_fake_mode_active():
+            some = next((p for each in state.modules for p in each.parameters()), None)
+            if some is None or not is_fake(
+                local_part(some)
+            ):  # else all is fake that is done with them
+                self._begin_fake(module)
+                return cast_inputs(state.policy, args, kwargs)
         iteration = state.iteration() or state.initialise()
         if iteration.stage >= Stage.BACKWARD or current_graph_task_id() != -1:
             # First: a backward that raised leaves states in PRE_BACKWARD, as if this recomputed.
@@ -255,12 +260,6 @@ class Hooks:
         setattr(module, name, run)
 
     # 1 and 3 under a `FakeTensorMode`: shapes are computed, by parameters without memory
-
-    @property
-    def _is_fake(self) -> bool:
-        """True if the shards are fake themselves, and so is all that the engine does with them."""
-        some: Any = next((p for module in self.state.modules for p in module.parameters()), None)
-        return is_fake(getattr(some, "_local_tensor", some))
 
     def _begin_fake(self, module: nn.Module) -> None:
         """Show fake whole parameters until 3. Nothing is gathered, and the units do not notice."""
@@ -460,7 +459,7 @@ class Hooks:
             # After `wait_unshard`, which gives ``.grad`` back to autograd: sums are put there.
             if unit.gradients.unreduced.is_holding:
                 unit.gradients.unreduced.sums.lend()
-        iteration.begin_backward_units(units)
+        iteration.note_backward_units(units)
         # After the module's own gathers, which would queue behind. Reversed, as backward runs
         # against the order of forward.
         if not self.backward_prefetch:

@@ -39,7 +39,7 @@ from fullshard.engine.checks.writes import StayedUnits, WriteWatch, is_whole
 from fullshard.engine.finalization import Finalization
 from fullshard.engine.gradients.queue import ReductionQueue
 from fullshard.engine.guard.param_watch import ModelWatch
-from fullshard.engine.observer import Observer, follow_profiler, watchers
+from fullshard.engine.observer import Observer, ProfilerLabels, watchers
 from fullshard.engine.params.managed import Backward
 from fullshard.engine.params.shown import own_gradient
 from fullshard.engine.runtime import outside_transforms
@@ -101,12 +101,13 @@ class Iteration:
     kind: the model's class, for messages. kinds: the classes of the model's modules, which all ranks should
     have from the same files.
     stage: what the model does, see `Stage`.
+    said: what the program has said of the whole model, see `ModuleState.said`.
     """
 
     def __init__(self, units: Sequence[Unit], kinds: Sequence[type] = (), kind: str = "") -> None:
         self.units = list(units)
-        self.is_last_backward = True
         self.has_run = False
+        self.said: dict[str, Any] = {}
         self._recorder = Recorder()
         self.reductions = ReductionQueue()
         self.finalization = Finalization(self.units)
@@ -118,13 +119,13 @@ class Iteration:
         self._gathers = True  # the forward uses something that is sharded
         self.backward = Backward()
         for number, unit in enumerate(self.units):
-            unit.join_model(number, self.backward)
+            unit.number, unit.backward = number, self.backward
+            unit.claim()
         self._is_fenced = True
         # With streams: what compute had been given when the pass began.
         self._begun: torch.Event | None = None
         self._prefetch_after: dict[int, Unit] = {}  # gather it after backward of a unit, by id
         self._stayed = StayedUnits()
-        self.post_optim_event: torch.Event | None = None
         self.observer: Observer | None = None
         self._watch = WriteWatch(self.units)
         self._places = ModelWatch([unit.watch for unit in self.units])
@@ -178,10 +179,6 @@ class Iteration:
         like any other forward.
         """
         return self.stage >= Stage.BACKWARD and self.backward.end() is not None
-
-    @property
-    def has_raised_in_backward(self) -> bool:
-        return self.stage >= Stage.BACKWARD and self.backward.end() is None
 
     @property
     def is_forward_running(self) -> bool:
@@ -256,15 +253,18 @@ class Iteration:
         self._to(Stage.FORWARD)
         self.root, self._caller = weakref.ref(root), caller
         self._path.begin_forward()
-        if self.observer is not None or profiler._is_profiler_enabled:
-            self.observe(follow_profiler(self.observer))
+        is_labelling = type(self.observer) is ProfilerLabels  # what nobody traces, for a profiler
+        if is_labelling != profiler._is_profiler_enabled and (
+            is_labelling or self.observer is None
+        ):
+            self.observe(None if is_labelling else ProfilerLabels())
         self._expects_backward = torch.is_grad_enabled()
         self._recorder.start_pass()
         # Before anything reads shards: what compares contents does. Compute waits, not the all-gather
         # lane alone: it may read shards in place, and in the fence it tells peers that they may.
+        written = self.said.pop("post_optim_event", None)
         if self.units and self.units[0].runtime.has_streams:
-            self.units[0].runtime.wait(self.post_optim_event)
-        self.post_optim_event = None
+            self.units[0].runtime.wait(written)
         # Shards come home first: contents are compared with them, and peers read them in the pass.
         if not self._are_sharded or self._places.may_have_moved:
             for unit in self.units:
@@ -296,7 +296,7 @@ class Iteration:
         self,
         units: Sequence[Unit],
         *,
-        joined: Sequence[Unit] = (),
+        joined: Sequence[Unit],
         prefetches: bool,
         is_training: bool = True,
     ) -> None:
@@ -368,7 +368,7 @@ class Iteration:
             self._watch.note_shards(unit)
 
     def end_units(
-        self, units: Sequence[Unit], *, joined: Sequence[Unit] = (), is_differentiable: bool | None
+        self, units: Sequence[Unit], *, joined: Sequence[Unit], is_differentiable: bool | None
     ) -> None:
         """End a module's forward: free its units, unless they stay unsharded until backward.
 
@@ -451,7 +451,7 @@ class Iteration:
         self._begun = self.units[0].runtime.record() if self.units else None
         queue_callback(end)
 
-    def begin_backward_units(self, units: Sequence[Unit]) -> None:
+    def note_backward_units(self, units: Sequence[Unit]) -> None:
         """Note that a module's backward starts. Its units are usable."""
         if self._watch.is_watching:
             self._watch.open(units)
@@ -517,7 +517,7 @@ class Iteration:
         for watcher in tuple(watchers):
             watcher.gradients_complete(unit, grads)
         if keeps or not unit.config.reduce_grads:
-            unit.accumulate(grads)
+            unit.gradients.accumulate(grads)
             return
         self.reductions.make_way(unit)
         in_flight = unit.gradients.reduce(grads, unit)
@@ -552,7 +552,7 @@ class Iteration:
             self._leave_backward()
             return
         self._reduce_late_gradients()
-        self._finish_backward(is_last=self.is_last_backward)
+        self._finish_backward(is_last=self.said.get("is_last_backward", True))
 
     def _leave_backward(self) -> None:
         """Return to what the program did when the backward began, if one did."""

@@ -15,7 +15,7 @@ from fullshard.engine.adoption import adopt, follow_changes, move_parameters
 from fullshard.engine.checks.advice import When, advise
 from fullshard.engine.checks.gradients import watch_direct_gradients
 from fullshard.engine.checks.model import Model, is_stray, registrations
-from fullshard.engine.iteration import Iteration
+from fullshard.engine.iteration import Iteration, Stage
 from fullshard.engine.nodes import Mark
 from fullshard.engine.observer import on_root
 from fullshard.engine.params.managed import ManagedParameter
@@ -23,15 +23,15 @@ from fullshard.engine.restoring import naming_lack
 from fullshard.engine.runtime import passing_through
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, StateError
-from fullshard.plan.units import clean_name, lowest_common_unit, unit_around
+from fullshard.plan.units import clean_name, lowest_common_unit
 from fullshard.policies import MixedPrecisionPolicy, TrainingState, UnitConfig
 from fullshard.process_hooks import first_use
 
 HOOKS = "_fullshard_hooks"  # an attribute of sharded modules: their `Hooks`, which have the state
 _ROOT_FINALIZES = "set_manual_backward_finalization must be called on the root FSDP module."
 
-# The state that each unit belongs to.
-_owners: "weakref.WeakKeyDictionary[Unit, weakref.ref[ModuleState]]" = weakref.WeakKeyDictionary()
+# The units of all states in this process, in their order.
+_units: "weakref.WeakKeyDictionary[Unit, None]" = weakref.WeakKeyDictionary()
 
 
 class ModuleState:
@@ -46,6 +46,8 @@ class ModuleState:
     mark: the mark on the only input of a forward under way.
     outer: the state of the innermost sharded module around it; None for a root.
     joined: units inside that this module gathers and frees with its own (see `hooks`, Note: Joined units).
+    said: what the program has said of the whole model: ``is_last_backward`` and ``post_optim_event``, and until
+        it has a root, ``manual_finalization``. All states of a model have one, once that is known.
     is_wrapper: whether the module is a wrapper, which may be wrapped again together with its model.
     """
 
@@ -70,7 +72,8 @@ class ModuleState:
         self.buffer_dtypes: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]]
         self.buffer_dtypes = weakref.WeakKeyDictionary()
         for unit in units:
-            _owners[unit] = weakref.ref(self)
+            unit.owner = weakref.ref(self)
+            _units[unit] = None
         self._modules = [weakref.ref(module) for module in modules]
         self._own_iteration: Iteration | None = None  # of a root, which owns it
         self.is_root = False
@@ -80,7 +83,7 @@ class ModuleState:
         self.joined: list[Unit] = []
         self._outer: weakref.ref[ModuleState] | None = None
         self._watching: list[Any] = []  # of a root: see `watch_direct_gradients`
-        self._pending: dict[str, Any] = {}  # settings that wait for a root: see `set_on_root`
+        self.said: dict[str, Any] = {}
         self._config_before: UnitConfig | None = None  # while in full precision
         self._num_registrations = (
             registrations.value
@@ -137,36 +140,6 @@ class ModuleState:
         """
         return self.iteration() or self.initialise()
 
-    @property
-    def is_last_backward(self) -> bool:
-        """True if the next backward is the last of its iteration; True unless the user says so."""
-        iteration = self.iteration()
-        value: bool = (
-            self._pending.get("is_last_backward", True)
-            if iteration is None
-            else iteration.is_last_backward
-        )
-        return value
-
-    @property
-    def post_optim_event(self) -> torch.Event | None:
-        """The event that the root's next forward waits for, or None."""
-        iteration = self.iteration()
-        return (
-            self._pending.get("post_optim_event")
-            if iteration is None
-            else iteration.post_optim_event
-        )
-
-    def set_on_root(self, **facts: Any) -> None:
-        """Set ``is_last_backward`` or ``post_optim_event`` of the model: now, or with its root."""
-        iteration = self.iteration()
-        if iteration is None:
-            self._pending.update(facts)
-            return
-        for name, value in facts.items():
-            setattr(iteration, name, value)
-
     def set_manual_finalization(self, *, enabled: bool) -> None:
         """Let the program end the model's backwards, or let them end by themselves.
 
@@ -174,7 +147,7 @@ class ModuleState:
         """
         iteration = self.iteration()
         if iteration is None:
-            self._pending["manual_finalization"] = enabled
+            self.said["manual_finalization"] = enabled
             return
         if not self.is_root:
             raise StateError(_ROOT_FINALIZES)
@@ -184,7 +157,7 @@ class ModuleState:
     def has_manual_finalization(self) -> bool:
         iteration = self.iteration()
         if iteration is None:
-            return bool(self._pending.get("manual_finalization"))
+            return bool(self.said.get("manual_finalization"))
         return iteration.finalization.is_manual
 
     def initialise(self) -> Iteration:
@@ -216,7 +189,7 @@ class ModuleState:
                     f"FSDP state has already been lazily initialized for {name}\nFSDP requires "
                     f"running forward through the root module first: {why}"
                 )
-            if state is not self and state._pending.get("manual_finalization"):
+            if state is not self and state.said.get("manual_finalization"):
                 raise StateError(_ROOT_FINALIZES)
         self._inner = [state for state in dict.fromkeys(named.values()) if state is not self]
         self._num_registrations = min(state._num_registrations for state in self._states)
@@ -251,19 +224,18 @@ class ModuleState:
         for state in self._states:
             state.iteration = weakref.ref(self._own_iteration)
             state._root = weakref.ref(self)
-            for unit in state.all_units:
-                unit.model = self.hooks
             state._outer = None
         for name, state in named.items():
-            around = unit_around(name, named)
+            # The innermost one that contains the module and is not its own.
+            around = lowest_common_unit([name.rpartition(".")[0]], named) if name else None
             if around is not None and state._outer is None:
                 state._outer = weakref.ref(named[around])
-        is_manual = self._pending.pop("manual_finalization", False)
+        said = self._own_iteration.said
+        for state in reversed(self._states):  # the root's last: what it was told wins
+            said.update(state.said)
+            state.said = said
+        is_manual = said.pop("manual_finalization", False)
         self._own_iteration.finalization.set_manual(enabled=is_manual, in_backward=False)
-        for state in reversed(self._states):  # the root's last: its settings win
-            state._pending.pop("manual_finalization", None)
-            state.set_on_root(**state._pending)
-            state._pending.clear()
         for tell in on_root:
             tell(self)
         return self._own_iteration
@@ -323,7 +295,7 @@ class ModuleState:
 
     def forget_stale_backward(self, iteration: Iteration) -> None:
         """Reset the whole model if its last backward raised."""
-        if iteration.has_raised_in_backward:
+        if iteration.stage >= Stage.BACKWARD and iteration.backward.end() is None:
             self.forget(keeps_gradients=False)
 
     def forget(self, *, keeps_gradients: bool) -> None:
@@ -398,14 +370,8 @@ def covered_modules(
     return list(found)
 
 
-def state_of_unit(unit: Unit) -> ModuleState | None:
-    """Return the state of the module that a unit was made of; None if that is gone."""
-    reference = _owners.get(unit)
-    return reference() if reference is not None else None
-
-
 def is_anything_sharded() -> bool:
-    return len(_owners) > 0
+    return len(_units) > 0
 
 
 def states_in(modules: Iterable[nn.Module]) -> list[ModuleState]:
@@ -415,7 +381,7 @@ def states_in(modules: Iterable[nn.Module]) -> list[ModuleState]:
 
 def flat_states() -> list[ModuleState]:
     """Return all states in this process whose units have their parameters in flat ones."""
-    found = (reference() for unit, reference in _owners.items() if unit.params.is_flat)
+    found = (unit.owner() for unit in _units if unit.params.is_flat)
     return [*dict.fromkeys(state for state in found if state is not None)]
 
 

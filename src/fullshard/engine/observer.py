@@ -78,18 +78,6 @@ class ProfilerLabels(Observer):
             self.end()
 
 
-def follow_profiler(observer: Observer | None) -> Observer | None:
-    """Return the observer of the next iteration: a tracer that is set, else labels for a profiler.
-
-    None if nobody traces and no profiler runs.
-    """
-    if observer is not None and not isinstance(observer, ProfilerLabels):
-        return observer
-    if not profiler._is_profiler_enabled:
-        return None
-    return observer or ProfilerLabels()
-
-
 class PassWatcher:
     """Is told of passes; a subclass overrides what it wants to know.
 

@@ -100,7 +100,7 @@ class Unit:
     is_whole: True while copies of the whole parameters are shown, in any phase (see `whole`).
     is_ordered: gathers are in order with writes (see `checks.writes`, Note: Ordered gathers).
     is_joined: a module around it gathers and frees it (see `hooks`, Note: Joined units).
-    model: a weak reference to the root's hooks; returns None before the model's first use.
+    owner: a weak reference to the `ModuleState` that it was made for; returns None if that is gone.
     comm, replicate_comm: the communication over the shard axis and over the replicate axis.
     reduce_group: another process group of the same ranks, for reduce-scatters; None for the same.
     awaits_backward: it stays unsharded for a backward that outputs did not announce.
@@ -109,12 +109,10 @@ class Unit:
     is_left_alone: nobody writes to the shards in this pass: see `begin_pass`.
     """
 
-    def __init__(
-        self, params: UnitParams, config: UnitConfig, comms: UnitComms | None = None
-    ) -> None:
+    def __init__(self, params: UnitParams, config: UnitConfig, comms: UnitComms) -> None:
         """Make a unit without memory: see `adoption.make_unit`.
 
-        comms: the result of `choose_comms` for this unit; None chooses now.
+        comms: the result of `choose_comms` for this unit.
         """
         self.params = params
         self.mesh, self.device = mesh, device = params.mesh, params.device
@@ -125,7 +123,6 @@ class Unit:
         self.set_config(config)
         self.runtime = Runtime.of(device)
         self._scratch = self.runtime.scratch  # held, so that it is freed with the last unit
-        comms = comms or choose_comms(mesh, device, config)
         self.comm, self.replicate_comm = comms.shard, comms.replicate
         self.reduce_group: dist.ProcessGroup | None = None
         self.gradients = UnitGradients(mesh.plan, self.comm, self.replicate_comm, self.runtime)
@@ -139,7 +136,7 @@ class Unit:
         self.observer: Observer | None = None
         self.watch = self.params.watch
         self._awaits_step = False  # unsharded while gradients wait for an optimizer
-        self.model: Callable[[], Any] = _unknown
+        self.owner: Callable[[], Any] = _nobody
         self.number, self.backward = 0, Backward()  # in its model, and of it, once that is known
         self._is_exposed = False  # users may write to unsharded parameters: never read in place
         self._works: list[Work] = []  # parts of the gather under way that are to be waited for
@@ -150,11 +147,6 @@ class Unit:
     def claim(self) -> None:
         """Let the parameters know whose they are."""
         self.params.belong_to(self, self.backward)
-
-    def join_model(self, number: int, backward: Backward) -> None:
-        """Become a unit of a model: the one of this number, whose backwards these are."""
-        self.number, self.backward = number, backward
-        self.claim()
 
     def slots_change(self) -> None:
         """Take note that a parameter is registered in another place, too."""
@@ -193,18 +185,14 @@ class Unit:
             )
             self.configure(mp_policy=policy)
 
-    def set_name(self, name: str) -> None:
-        """Set the name: the path of the unit's module in the model, empty for the root."""
+    def set_name(self, name: str, *, model: int = 0) -> None:
+        """Set the name: the path of the unit's module in the model, empty for the root.
+
+        model: which of the models of its group of ranks that is, from 0: units of others may have its name.
+        """
         self.name = name
-        self._enter_as(self.path)
-
-    def set_model(self, number: int) -> None:
-        """Set which of the models of its group of ranks this is, from 0: units of others may have its name."""
-        if number:
-            self._enter_as(f"{self.path} of model {number + 1}")
-
-    def _enter_as(self, text: str) -> None:
-        self.entered_as, self.gather_label = text, f"{text}: all-gather"
+        self.entered_as = f"{self.path} of model {model + 1}" if model else self.path
+        self.gather_label = f"{self.entered_as}: all-gather"
         self.gradients.buckets.forget_recipes()  # they contain it
 
     @property
@@ -442,9 +430,10 @@ class Unit:
         A loss may be an attribute, or in an object that nobody knows how to look into. Then no hook
         comes before the backward that could gather the parameters again.
         """
-        if self.is_unsharded and not self.awaits_backward and self.params.are_trained:
-            self.awaits_backward = True
-            self.watch.note_stay()
+        if self.is_unsharded and not self.awaits_backward:
+            self.awaits_backward = any(param.requires_grad for param in self.params.all)
+            if self.awaits_backward:
+                self.watch.note_stay()
 
     def _free(self, after_forward: bool) -> None:
         params, buffers = self.params, self.params.buffers
@@ -585,7 +574,7 @@ class Unit:
         self._is_exposed = True
         if self.is_in_place:
             self.settle()  # the unsharded parameters are about to get other memory
-            self.params.read_privately()
+            self.params.bind(in_place=False)
 
     def keep_privately(self) -> None:
         """Copy what stays unsharded after an evaluation out of the memory that peers write to.
@@ -618,38 +607,24 @@ class Unit:
 
         Raises StateError before the model's first use, which settles what belongs to it.
         """
-        model = self.model()
-        if model is None:
+        owner = self.owner()
+        if owner is None or owner.known_iteration is None:
             raise StateError(
                 f"{param.name} ({self.label}): a gradient came before the model's first forward, which "
                 "settles what belongs to the model. Run a forward of the whole model first."
             )
-        model.begin_backward()
+        owner.hooks().begin_backward()
 
     def add_gradient(self, index: int, grad: torch.Tensor) -> None:
         """Add a parameter's full gradient to what autograd has left for the next reduction."""
         self.params.shown.hide_gradients()  # else `.grad` would be that of the sharded parameter
         self.params[index].add_gradient(grad)
 
-    def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Keep full gradients, one per parameter, for a later reduction."""
-        self.gradients.accumulate(grads)
-
     def zero_gradients(self, *, set_to_none: bool) -> None:
         """Drop or zero the gradients of the sharded parameters, which modules may not show now."""
         self.params.zero_gradients(set_to_none=set_to_none)
 
-    # What rooms above the engine read of gradients and parameters; `params` is the engine's alone
-
-    @property
-    def accumulated_gradients(self) -> list[torch.Tensor]:
-        """All that backwards have added up, each element once: gradients, and sums that wait."""
-        return self.gradients.accumulated
-
-    @property
-    def has_hidden_gradients(self) -> bool:
-        """True if sums wait that users do not see as ``.grad``, and so cannot drop there."""
-        return self.gradients.has_hidden
+    # What rooms above the engine read of parameters; `params` is the engine's alone
 
     @property
     def managed(self) -> Sequence[ManagedParameter]:
@@ -715,5 +690,5 @@ def comms_of(units: Sequence[Unit]) -> list[Comm]:
     return list(dict.fromkeys(comm for u in units for comm in (u.comm, u.replicate_comm)))
 
 
-def _unknown() -> None:
+def _nobody() -> None:
     return None

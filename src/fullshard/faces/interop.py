@@ -128,19 +128,20 @@ class FSDPStateContext(_PytorchsNames):
 
     @property
     def is_last_backward(self) -> bool:
-        return self._shown.is_last_backward
+        return bool(self._shown.said.get("is_last_backward", True))
 
     @is_last_backward.setter
     def is_last_backward(self, value: bool) -> None:
-        self._shown.set_on_root(is_last_backward=value)
+        self._shown.said["is_last_backward"] = value
 
     @property
     def post_optim_event(self) -> torch.Event | None:
-        return self._shown.post_optim_event
+        event: torch.Event | None = self._shown.said.get("post_optim_event")
+        return event
 
     @post_optim_event.setter
     def post_optim_event(self, event: torch.Event | None) -> None:
-        self._shown.set_on_root(post_optim_event=event)
+        self._shown.said["post_optim_event"] = event
 
 
 class FSDPState(_PytorchsNames):

@@ -26,7 +26,7 @@ from fullshard.engine.params.form import UnitMesh
 from fullshard.engine.restoring import restoring
 from fullshard.engine.runtime import eager, passing_through
 from fullshard.engine.unit import Unit, choose_comms
-from fullshard.engine.whole import WholeOptions, refusing_backward, whole_parameters
+from fullshard.engine.whole import WholeOptions, whole_parameters
 from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
 from fullshard.faces.coverage import Covered, move_tensors
 from fullshard.faces.interop import FlatHandle, mark_managed
@@ -350,8 +350,6 @@ class FullyShardedDataParallel(StateDictMethods):
         """Run the wrapped module with its parameters gathered."""
         if self._computes_fully_in_eval:
             self._follow_mode()
-        if self._unit.is_whole:
-            return refusing_backward(self._fsdp_wrapped_module(*args, **kwargs))
         if self._state.known_iteration is None:
             self._refuse_overlap()
         return self._hooks.run_as_forward(self, _run_wrapped, args, kwargs)

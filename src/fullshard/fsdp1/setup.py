@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard.host as host  # noqa: PLR0402  (`from fullshard` would ask for a public name)
 from fullshard.comm.outside_steps import gather_objects, run_collective
-from fullshard.engine.adoption import keeping_ties
-from fullshard.engine.checks.meta import marking_to_empty
+from fullshard.engine.checks.meta import keeping_ties, marking_to_empty
 from fullshard.engine.module_state import state_of
 from fullshard.engine.params.form import UnitMesh
 from fullshard.engine.params.managed import owner_of, said_grad_dtype

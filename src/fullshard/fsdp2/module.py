@@ -14,10 +14,9 @@ from torch import nn
 from typing_extensions import deprecated
 
 from fullshard.comm.collectives import AllGather, ReduceScatter
-from fullshard.engine.adoption import follow_changes, keeping_ties
+from fullshard.engine.adoption import follow_changes
 from fullshard.engine.checks.meta import (
-    mark_unwritten,
-    places_on_meta,
+    giving_memory,
     refuse_lack_of_memory,
 )
 from fullshard.engine.copying import copy_sharded
@@ -128,9 +127,10 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is this iteration's last, if a forward has several.
 
-        It holds for the whole model. Set before the first forward, it counts on the root alone.
+        It holds for the whole model, whichever of its modules is told. Before the first forward, what the
+        root is told wins.
         """
-        _state(self).set_on_root(is_last_backward=is_last_backward)
+        _state(self).said["is_last_backward"] = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Let the program end backwards by `finalize_backward`, instead of each ending by itself.
@@ -180,7 +180,7 @@ class FSDPModule:
 
         Without effect where there are no streams. Each event is waited for once.
         """
-        _state(self).set_on_root(post_optim_event=event)
+        _state(self).said["post_optim_event"] = event
 
     def reset_iter_state(self) -> None:
         """Drop what an iteration that an exception ended left behind.
@@ -367,12 +367,8 @@ class FSDPModule:
         if device is not None and torch.device(device).type == "cpu":
             buffers = cast(nn.Module, self).buffers(recurse)
             refuse_lack_of_memory("to_empty", self._units(recurse=recurse), buffers)
-        places = places_on_meta(cast(nn.Module, self), recurse=recurse)
-        modules = cast(nn.Module, self).modules() if recurse else ()
-        with keeping_ties(modules):
-            result = super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
-        mark_unwritten(places)
-        return result
+        with giving_memory(cast(nn.Module, self), recurse=recurse):
+            return super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Convert the sharded parameters, for ``.to()`` and ``.half()``, also if unsharded now."""

@@ -30,7 +30,7 @@ from fullshard.state.holdings import (
     plain_memory,
     without_ddp,
 )
-from fullshard.state.structure import structure_of, units_of
+from fullshard.state.structure import structure_of
 from fullshard.state.unit_parts import HeldBox, memory_of, parts_of
 from fullshard.torch_private import local_part
 
@@ -334,8 +334,6 @@ class EMA:
 
     def _write(self, values: Iterator[torch.Tensor]) -> None:
         """Write values to the model, in the order of `_pairs`."""
-        for unit in units_of(self._sources.model):
-            unit.finish_reading()  # the host is about to write to shards
         for (_, view, _), value in zip(self._pairs(), values, strict=True):
             view.copy_(value)
         for source in self._sources.all:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.access import is_running
 from fullshard.engine.guard.forbidden import manager_of_placeholder
-from fullshard.engine.module_state import ModuleState, state_of_unit
+from fullshard.engine.module_state import ModuleState
 from fullshard.engine.params.flat import FlatParameter
 from fullshard.engine.params.managed import ManagedParameter, manager_of
 from fullshard.engine.runtime import eager
@@ -108,7 +108,7 @@ def _gathered(param: torch.Tensor, manager: ManagedParameter, unit: Unit) -> tor
         raise UnsupportedError(
             f"gathered: {manager.name} defines its own all-gather. Use it inside its module's forward."
         )
-    state = state_of_unit(unit)
+    state: ModuleState | None = unit.owner()
     assert state is not None
     if param is manager.unsharded and unit.is_unsharded and is_running(state, if_unknown=True):
         return param

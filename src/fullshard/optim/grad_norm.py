@@ -151,7 +151,9 @@ def _plain_parts(parameter: torch.Tensor, grad: torch.Tensor | None) -> Iterator
         if grad is not None:
             yield _GradientPart((), grad, parameter.dtype, grad)
         return
-    group = owner.shard_group
+    unit = owner.unit()
+    assert unit is not None  # who else refers to the owner
+    group = unit.mesh.shard_group
     outer = (group,) if group is not None and group.size() > 1 else ()
     if not isinstance(owner.holder, FlatHolder):
         inner = _groups_below(owner.form.unsharded)

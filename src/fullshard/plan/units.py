@@ -72,11 +72,6 @@ def lowest_common_unit(users: Sequence[str], units: Container[str]) -> str | Non
     return common
 
 
-def unit_around(name: str, units: Container[str]) -> str | None:
-    """Return the innermost unit that contains a module and is not the module itself, or None."""
-    return lowest_common_unit([_parent(name)], units) if name else None
-
-
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 

@@ -45,8 +45,35 @@ def places_on_meta(module: nn.Module, *, recurse: bool) -> list[Place]:
     ]
 
 
+@contextlib.contextmanager
+def keeping_ties(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Register one parameter, after the body, wherever modules shared one on the meta device before.
+
+    ``to_empty()`` leaves each place a parameter of its own. Nothing says so, and they are trained apart.
+    """
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                places.setdefault(id(parameter), []).append((module, name))
+    tied = [each for each in places.values() if len(each) > 1]
+    yield
+    for (first, its_name), *others in tied:
+        for module, name in others:
+            module._parameters[name] = first._parameters[its_name]
+
+
+@contextlib.contextmanager
+def giving_memory(module: nn.Module, *, recurse: bool) -> Iterator[None]:
+    """Mark what the body takes from the meta device, and keep ties of it."""
+    places = places_on_meta(module, recurse=recurse)
+    with keeping_ties(module.modules() if recurse else ()):
+        yield
+    _mark_unwritten(places)
+
+
 @torch.no_grad()
-def mark_unwritten(places: Sequence[Place]) -> None:
+def _mark_unwritten(places: Sequence[Place]) -> None:
     """Mark what was on the meta device, and has memory now."""
     for module, name in places:
         tensor = _own_part(module, name)
@@ -64,10 +91,8 @@ def marking_to_empty(module: nn.Module) -> Iterator[None]:
     to_empty = module.to_empty
 
     def marking(*, device: torch.device | str | int | None, recurse: bool = True) -> nn.Module:
-        places = places_on_meta(module, recurse=recurse)
-        result = to_empty(device=device, recurse=recurse)
-        mark_unwritten(places)
-        return result
+        with giving_memory(module, recurse=recurse):
+            return to_empty(device=device, recurse=recurse)
 
     module.__dict__["to_empty"] = marking
     try:

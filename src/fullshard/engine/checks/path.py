@@ -35,7 +35,7 @@ class Path:
         self._notes = [each.note for each in self._records]
         for unit in units:
             if (record := unit.comm.record or unit.replicate_comm.record) is not None:
-                unit.set_model(self._records[record])
+                unit.set_name(unit.name, model=self._records[record])
         check_alike(units, kinds, self._records)
         self._freezing = FreezeWatch(units)
         self._units = units

@@ -1,20 +1,16 @@
 """Notice writes to parameters, while the model runs and between its passes, and stay right in spite of them.
 
-Reading peers' shards in place, and gathering a unit before its forward begins, assume that nobody
-writes to a parameter between a model's first use of an iteration and its last. A program need not
-keep to that (docs/design.md, Writes while the model runs). So the first two passes of each kind
-(training or evaluation, with or without gradients) are *watched*, and some later ones, ever fewer:
+What the fast ways of gathering assume, and what breaks it: docs/design.md, "Writes while the model runs".
+The first two passes of each kind (training or evaluation, with or without gradients) are *watched*, and some
+later ones, ever fewer:
 
     watched pass   every gather is ordered with all ranks' writes, goes to private memory and is
-                   never early; contents are compared from use to use
+                   never early; contents are compared from use to use: right whatever the program does
     after it       units that nobody wrote to are read in place and gathered early again; the
                    others stay ordered as long as the model lives
 
-A watched pass is right whatever the program does. Contents are compared, since most ways to write
-leave no trace: ``p.data.mul_()`` and ``torch._foreach_mul_`` advance no version counter of a
-DTensor. On devices with streams nothing is gathered early, and the host waits once for what a
-watched pass has compared, when the next pass begins; later writes are noticed by version counters
-alone, as the host would have to wait for contents.
+On devices with streams the host waits once for what a watched pass has compared, when the next pass begins;
+later writes are noticed by version counters alone, as the host would have to wait for contents.
 
 What stays unsharded from one pass to the next is in memory of this rank alone, so a forward need
 not gather it, unless somebody has written to its shards since: see `StayedUnits`.
@@ -31,7 +27,6 @@ from collections.abc import Container, Iterable, Sequence
 
 import torch
 
-from fullshard.engine.guard.param_watch import Fingerprints, fingerprints, words_of
 from fullshard.engine.restoring import naming_lack
 from fullshard.engine.runtime import no_grad, outside_transforms
 from fullshard.engine.unit import Unit
@@ -41,6 +36,8 @@ from fullshard.torch_private import are_transforms_active
 # Passes of a kind that are watched, counted from 0: the first two, and more and more rarely later.
 _WATCHED = frozenset({0, 1, 32, 1024, 32768})
 _MAX_COPIED = 4096  # a shard of up to so many words is copied, which takes less time than sums
+_BLOCK = 1024  # a fingerprint keeps one sum per so many words
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Watched:
@@ -51,9 +48,9 @@ class _Watched:
         self.is_written = False
         # On devices with streams: vectors that say which contents have changed, and whose these were.
         self.unread: list[tuple[torch.Tensor, list[str]]] = []
-        self._shards = fingerprints(unit.params.shard_memory)
+        self._shards = _fingerprints(unit.params.shard_memory)
         self._num_writes = self._count_writes()
-        self._unsharded: Fingerprints | None = None  # from `open` to `close`
+        self._unsharded: list[torch.Tensor] | None = None  # from `open` to `close`
         self._versions: list[int] = []  # of the unsharded parameters, at `open`
 
     def open(self) -> None:
@@ -61,7 +58,7 @@ class _Watched:
         self.note_shards()
         # A unit may be sharded in its own backward (`set_unshard_in_backward(False)`).
         if self._unsharded is None and self.unit.is_unsharded:
-            self._unsharded, self._versions = self.unit.watch.whole_contents()
+            self._unsharded, self._versions = _whole_contents(self.unit)
 
     def close(self) -> None:
         """Compare shards and unsharded parameters, at the end of a forward or backward.
@@ -73,7 +70,7 @@ class _Watched:
         before, self._unsharded = self._unsharded, None
         if before is None or not self.unit.is_unsharded:
             return  # it had no backward of its own, or is freed already
-        after, versions = self.unit.watch.whole_contents()
+        after, versions = _whole_contents(self.unit)
         names = [param.name for param in self.unit.params.plain]
         are_written = map(operator.ne, versions, self._versions)
         self._warn_of(list(itertools.compress(names, are_written)))
@@ -101,12 +98,14 @@ class _Watched:
         Version counters are compared as well: later passes go by them, and so refuse a write that
         changes no value.
         """
-        before, self._shards = self._shards, fingerprints(self.unit.params.shard_memory)
+        before, self._shards = self._shards, _fingerprints(self.unit.params.shard_memory)
         num_before, self._num_writes = self._num_writes, self._count_writes()
         self.is_written |= num_before != self._num_writes
         self._compare(before, self._shards, [])
 
-    def _compare(self, before: Fingerprints, after: Fingerprints, names: list[str]) -> None:
+    def _compare(
+        self, before: list[torch.Tensor], after: list[torch.Tensor], names: list[str]
+    ) -> None:
         """Compare contents, now or on the device. names: of the unsharded parameters that they are of."""
         if not self.unit.runtime.has_streams:
             self._note([not torch.equal(*pair) for pair in zip(before, after, strict=True)], names)
@@ -146,16 +145,16 @@ class _Sample:
         self.buffers = unit.params.buffers  # other buffers need another sample
         # Not inference tensors, even if made in an inference pass: training passes write to them.
         with torch.inference_mode(False):
-            words = [words_of(tensor) for tensor in unit.params.shard_memory if tensor.numel()]
+            words = [_words_of(tensor) for tensor in unit.params.shard_memory if tensor.numel()]
             self.views = [each for each in words if each.numel() <= _MAX_COPIED]
             self.before = [torch.empty_like(view) for view in self.views]
             self.large = [each for each in words if each.numel() > _MAX_COPIED]
-            self.sums: Fingerprints = []
+            self.sums: list[torch.Tensor] = []
 
     def take(self) -> None:
         """Take note of all shards."""
         if self.large:
-            self.sums = fingerprints(self.large)
+            self.sums = _fingerprints(self.large)
         if self.views:
             torch._foreach_copy_(self.before, self.views)
 
@@ -164,7 +163,7 @@ class _Sample:
         """True if any of the shards has other contents now."""
         if not all(map(torch.equal, self.before, self.views)):
             return True
-        return bool(self.large) and not all(map(torch.equal, self.sums, fingerprints(self.large)))
+        return bool(self.large) and not all(map(torch.equal, self.sums, _fingerprints(self.large)))
 
 
 def _may_be_ordered(unit: Unit) -> bool:
@@ -185,20 +184,12 @@ def _set_ordered(unit: Unit, *, ordered: bool) -> None:
     if unit.comm.reads_in_place and unit.may_be_in_place:
         if ordered and unit.is_in_place:
             with naming_lack(f"{unit.path}: private memory", "Values are as they were."):
-                unit.params.read_privately()
+                unit.params.bind(in_place=False)
         elif not ordered and unit.is_sharded:
-            unit.params.read_in_place()
+            unit.params.bind(in_place=True)
             if unit.params.is_in_place:
                 unit.watch.begin()  # nothing was noted while the unit was private
     unit.is_ordered = ordered
-
-
-def _is_in_use(unit: Unit) -> bool:
-    """Return whether a graph, or a program, refers to unsharded parameters in private memory."""
-    buffers = unit.params.buffers
-    if buffers is None or not unit.comm.reads_in_place:
-        return False
-    return not unit.is_sharded or buffers.is_in_use
 
 
 def _has_readers(unit: Unit) -> bool:
@@ -287,7 +278,7 @@ class WriteWatch:
         for unit in self._units:
             sample = self._sample_of(unit) if unit.params.is_in_place else None
             if sample is not None:
-                sample.sums = fingerprints(sample.large)
+                sample.sums = _fingerprints(sample.large)
                 views += sample.views
                 before += sample.before
         if views:  # all of them at once, which costs the host least
@@ -360,7 +351,13 @@ class WriteWatch:
                 num_flags = sum(len(flags) for flags, _ in watched.unread)
                 watched.conclude(list(itertools.islice(found, num_flags)))
         written = {unit for unit, watched in self._watched.items() if watched.is_written}
-        in_use = {unit for unit in self._watched if _is_in_use(unit)}
+        in_use = {
+            unit
+            for unit in self._watched
+            if unit.comm.reads_in_place
+            and (buffers := unit.params.buffers) is not None
+            and (not unit.is_sharded or buffers.is_in_use)
+        }
         # Of all units, watched or not, so that each has its place on all ranks.
         written = _chosen_by_any(written, self._units)
         in_use = _chosen_by_any(in_use, [u for u in self._units if u.comm.reads_in_place])
@@ -429,3 +426,33 @@ def _chosen_by_any(chosen: Container[Unit], among: Sequence[Unit]) -> set[Unit]:
         bits = units[0].comm.agree(bits, len(units))
         found.update(unit for number, unit in enumerate(units) if bits >> number & 1)
     return found
+
+
+def _whole_contents(unit: Unit) -> tuple[list[torch.Tensor], list[int]]:
+    """Return fingerprints and version counters of the unsharded parameters, which are in memory."""
+    whole = unit.params.unsharded_locals
+    return _fingerprints(whole), [each._version for each in whole]
+
+
+def _fingerprints(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return, for each contiguous tensor, the sums of its blocks of words: 1-D, int64.
+
+    A copy would take as much memory as the unit. A write that keeps all sums of blocks is missed.
+    """
+    found = []
+    for words in map(_words_of, tensors):
+        num_blocks, rest = divmod(words.numel(), _BLOCK)
+        blocks, tail = words.split([words.numel() - rest, rest])
+        sums = blocks.view(num_blocks, _BLOCK).sum(1, dtype=torch.int64)
+        found.append(torch.cat([sums, tail.sum(dtype=torch.int64).view(1)]))
+    return found
+
+
+def _words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor's bytes as integers, 1-D. Unlike NaN, integers equal themselves."""
+    flat = tensor.detach().view(-1)
+    # 64-bit ones where size and offset allow: there are fewer to compare, and sums of them need no
+    # cast, which would take twice the memory.
+    if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0:
+        return flat.view(torch.int64)
+    return flat.view(_INTEGERS.get(flat.itemsize, torch.int64))

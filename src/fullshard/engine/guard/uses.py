@@ -51,7 +51,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.guard.forbidden import allow_use, forbid_use
 from fullshard.engine.runtime import out_of_context
-from fullshard.torch_private import WithoutSubclasses, storage_uses, tensor_uses
+from fullshard.torch_private import WithoutSubclasses, local_part, storage_uses, tensor_uses
 
 # Return the number of references from Python to an object: variables, containers, attributes, and
 # (up to Python 3.13) the call itself.
@@ -280,7 +280,7 @@ class Uses:
             if (view := reference()) is None:
                 self._views.remove(reference)
                 continue
-            alive.add(id(_local(view)))
+            alive.add(id(local_part(view)))
             if self._is_resharded:
                 forbid_use(view, self._name(view))
         return sum(map(storage_uses, self._addresses)) - self._own - len(alive)
@@ -297,7 +297,7 @@ class Uses:
 
     def _name(self, view: torch.Tensor) -> str:
         """Say in words which parameter a view is of: the one in whose memory it begins."""
-        local = _local(view)
+        local = local_part(view)
         address, start = local.untyped_storage()._cdata, local.storage_offset() * local.itemsize
         for index, param in enumerate(self._params):
             whole = self._memory.unsharded(index)
@@ -348,14 +348,10 @@ def _adopt_views(objects: list[Any]) -> None:
             keeper.adopt(view)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _address(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's storage object, 0 for none."""
     try:
-        return int(_local(tensor).untyped_storage()._cdata)
+        return int(local_part(tensor).untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError, AttributeError):  # sparse, or not made yet
         return 0
 

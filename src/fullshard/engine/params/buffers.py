@@ -1,5 +1,7 @@
 """The memory of one unit: who allocates, writes, reads and frees each part of it.
 
+This table has all memory of the engine, also what others look after (in brackets).
+
 | buffer | allocated | freed | written by | read by |
 | --- | --- | --- | --- | --- |
 | shards | when the unit is built, or at the first forward for meta parameters | with the unit | \
@@ -9,6 +11,21 @@ backward |
 | unsharded, in place | it is the shards' memory | never | optimizer | forward, backward |
 | gradient shards | at the first reduction | when the user drops the gradients, then reused | \
 reduction | optimizer |
+| shards over a smaller group | at reshard after forward (``reshard_after_forward=N``) | at the gather for backward | \
+reshard | all-gather |
+| sums that wait (`gradients.accumulation`) | at the first backward that does not reduce | at the reduction; on the \
+host kept one step more, to be used again | autograd | reduction |
+| partial sums (`gradients.bucket`) | at a reduce-scatter whose all-reduce is put off | at that all-reduce | \
+reduction | all-reduce |
+| staging (`comm.packing.Regions`) | at the start of a collective | at its end: back to a pool, if large at once | \
+shards, gradients | the collective |
+| scratch (`comm.packing.Scratch`) | at a reduction | at its end: on the CPU back to a pool, of all models | \
+reduction | reduction |
+| rotation (`runtime.Rotation`), with streams | at unshard, as unsharded memory | at the end of a pass; from reshard on \
+it serves other units | all-gather | forward, backward |
+| rings and segments (`comm.ring`, `comm.shared_memory`) | with the unit | with the unit | all ranks of a host | the same |
+| samples, sums of blocks (`checks.writes`) | at the first pass that takes some; in watched passes | with the unit; \
+when ranks agree | copy of some words of shards | comparison |
 
 [Note: Freed under its tensors] Autograd's graph saves the unsharded parameters in forward and reads
 them in backward, after they were freed and gathered again. So they are created once and must stay
@@ -122,7 +139,7 @@ class UnitBuffers:
         self._post_forward_shards: list[ShardBuffer] = []
         self._smaller_buckets: dict[tuple[int, int], BucketLayout] = {}  # by bucket and group size
         self._post_forward_comm: ProcessGroupComm | None = None
-        self._bind(allow_in_place=True)
+        self.bind(in_place=True)
         self.may_be_in_place = self.in_place
 
     @property
@@ -158,20 +175,6 @@ class UnitBuffers:
     def unsharded(self, index: int) -> torch.Tensor:
         """Return the whole parameter in the compute dtype; it has memory from unshard to free."""
         return self._views[index]
-
-    def read_privately(self) -> None:
-        """Move to private memory, so that writes to unsharded parameters do not reach shards.
-
-        Safe while graphs still refer to tensors over the shards, which are never freed.
-        """
-        self._bind(allow_in_place=False)
-
-    def read_in_place(self) -> None:
-        """Read shards in place again and drop the private buffers.
-
-        Nobody else may refer to the private buffers, freed or not: check `is_in_use` first.
-        """
-        self._bind(allow_in_place=True)
 
     def note_uses(self) -> None:
         """Take today's references to the private buffers as the unit's own.
@@ -387,37 +390,35 @@ class UnitBuffers:
         """Forget the shards over the smaller group: no backward came, and they may be outdated."""
         self._post_forward_shards = []
 
-    def _bind(self, *, allow_in_place: bool) -> None:
-        """Make private buffers and unsharded parameters, in place where allowed and possible."""
+    def bind(self, *, in_place: bool) -> None:
+        """Make private buffers and unsharded parameters, or read shards in place where that is possible.
+
+        in_place: False gives all of them private memory, so that writes to them do not reach shards. That is
+            safe while graphs refer to tensors over the shards, which are never freed. True drops private
+            buffers, to which nobody else may refer, freed or not: check `is_in_use` first.
+        """
         bound: list[_Unsharded] = []
         views: dict[int, torch.Tensor] = {}
-        in_place = False
+        is_any_in_place, device = False, self._runtime.device
         # Inference tensors cannot be saved for backward, and these outlast this forward.
         with torch.inference_mode(False):
             for buffer in self._buckets:
-                reads_in_place = allow_in_place and self._is_readable_in_place(buffer)
+                # Ranks of one host share them, on the compute device, in the dtype that is computed with.
+                reads_in_place = (
+                    in_place
+                    and bool(buffer.in_place)
+                    and buffer.bucket.dtype == buffer.bucket.compute_dtype
+                    and all(shard.device == device for shard in buffer.in_place)
+                )
                 bound.append(self._bind_bucket(buffer, views, in_place=reads_in_place))
-                in_place |= reads_in_place
+                is_any_in_place |= reads_in_place
         # Assigned last: if an allocation above raises, everything is as it was.
-        self._unsharded, self._views, self.in_place = bound, views, in_place
+        self._unsharded, self._views, self.in_place = bound, views, is_any_in_place
         self._freed = [unsharded for unsharded in bound if not unsharded.stays_allocated]
         self._moves = any(unsharded.nbytes for unsharded in bound)
         self._only = None
         if len(bound) == 1 and self._moves and not self._runtime.has_streams:
             self._only = self._buckets[0], bound[0].flat, bound[0].offset
-
-    def _is_readable_in_place(self, buffer: ShardBuffer) -> bool:
-        """Return whether a bucket's direct parameters may be read in the shards' memory.
-
-        They have to be readable (ranks of one host share it), on the compute device, and stored in
-        the dtype that is computed with.
-        """
-        bucket, device = buffer.bucket, self._runtime.device
-        return (
-            bool(buffer.in_place)
-            and bucket.dtype == bucket.compute_dtype
-            and all(shard.device == device for shard in buffer.in_place)
-        )
 
     def _bind_bucket(
         self, buffer: ShardBuffer, views: dict[int, torch.Tensor], *, in_place: bool

@@ -22,7 +22,7 @@ from fullshard.plan.layout import rows_per_rank
 from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import UnitConfig
 from fullshard.process_hooks import at_first_use, handle_operator
-from fullshard.torch_private import DTensorSpec, TensorMeta
+from fullshard.torch_private import DTensorSpec, TensorMeta, local_part
 
 _PRE_ALL_GATHER, _POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 RELEASES_OUTPUTS = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
@@ -54,10 +54,7 @@ class DTensorParameter(ManagedParameter):
         assert form.spec is not None
         self._spec = form.spec
         self._specs: dict[torch.dtype, DTensorSpec] = {}  # the same, by dtype of the local tensor
-        full = original.detach()
-        if isinstance(full, DTensor):
-            full = full._local_tensor
-        self.sharded = self._as_parameter(full, original.requires_grad)
+        self.sharded = self._as_parameter(local_part(original.detach()), original.requires_grad)
         if original._post_accumulate_grad_hooks:
             # The same dictionary, so that removing a hook there removes it here.
             self.sharded._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks

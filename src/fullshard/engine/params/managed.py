@@ -19,18 +19,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.params.form import ParamForm, redistributed, with_dtype
+from fullshard.engine.params.form import ParamForm, UnitMesh, redistributed, with_dtype
 from fullshard.engine.runtime import out_of_context
 from fullshard.errors import StateError
 from fullshard.plan.gradient_dtypes import GradDtype, GradientDtypes
 from fullshard.plan.layout import ParamSpec
 from fullshard.plan.units import clean_name
 from fullshard.policies import MixedPrecisionPolicy, UnitConfig
-from fullshard.torch_private import AsyncCollectiveTensor, are_transforms_active
+from fullshard.torch_private import AsyncCollectiveTensor, are_transforms_active, local_part
 
 # Attributes of parameters. `copy.deepcopy` and `torch.utils.swap_tensors` carry them to others, so
 # the second says by `id` whose the first is.
@@ -158,7 +157,6 @@ class ManagedParameter(ShardHolder, abc.ABC):
     sharded: the sharded form. Its ``grad`` is the reduced gradient, unless ``holder`` is another.
     unsharded: the unsharded form; None until `create_unsharded`.
     accumulated_grad: sum of full gradients of backwards that did not reduce (`gradients.accumulation`).
-    shard_group: the process group over which it is sharded; None for one rank.
     unit: returns the `Unit` that it belongs to, or None if that is gone.
     backward: of its unit's model.
     original: returns the parameter that it was made of, or None if nobody refers to that any more.
@@ -175,7 +173,6 @@ class ManagedParameter(ShardHolder, abc.ABC):
         self.names = [slot.name for slot in slots]  # fully qualified once the root is known
         self.unsharded: nn.Parameter | None = None
         self.accumulated_grad: torch.Tensor | None = None
-        self.shard_group: dist.ProcessGroup | None = None
         self.unit: Callable[[], GradientTaker | None] = _nobody  # a weak reference
         self.backward = Backward()
         self._whole: nn.Parameter | None = None  # what `show_whole` has registered
@@ -189,8 +186,7 @@ class ManagedParameter(ShardHolder, abc.ABC):
         self._unsharded_grad_dtype = GradDtype()
         self.original: Callable[[], nn.Parameter | None] = weakref.ref(original)
         self.steps = []
-        local = original._local_tensor if isinstance(original, DTensor) else original
-        self.shape = tuple(local.shape)
+        self.shape = tuple(local_part(original).shape)
 
     def copy(self, sharded: nn.Parameter, slots: list[Slot]) -> "ManagedParameter":
         """Return a manager for a copy of the sharded parameter that is registered in ``slots``.
@@ -459,11 +455,8 @@ class ManagedParameter(ShardHolder, abc.ABC):
         current = next((s.current for s in self.slots if s.current is not whole), whole)
         whole = whole if current is None else current  # one that somebody has put in its place
         self.show_sharded()
-        full, grad = whole.detach(), whole.grad
-        return (
-            full._local_tensor if isinstance(full, DTensor) else full,
-            grad._local_tensor if isinstance(grad, DTensor) else grad,
-        )
+        grad = whole.grad
+        return local_part(whole.detach()), None if grad is None else local_part(grad)
 
     @abc.abstractmethod
     def own_part(self, full: torch.Tensor) -> torch.Tensor:
@@ -572,6 +565,8 @@ class Backward:
 
 class GradientTaker(Protocol):
     """The unit of a parameter, as autograd's hooks call it."""
+
+    mesh: UnitMesh
 
     def gradient_arrives(self, param: ManagedParameter) -> None: ...
 

@@ -8,12 +8,10 @@ between     from forward to backward, for flat    sharded      unsharded
 gradients   after a backward, for other units     unsharded, whose ``.grad`` is that of the
             that stay unsharded                   sharded ones
 
-[Note: Stand-ins] Units that stay unsharded have whole parameters registered, as in PyTorch, while
-gradients are on the sharded ones. Code that goes through ``model.parameters()`` there would find no
-gradient: clipping would clip nothing. So outside of forward and backward such a parameter gets another
-class, whose ``grad`` is that of the sharded parameter: it can be read, scaled in place and set to None.
-Autograd, in C++, does not look at the class and goes on to accumulate into the parameter's own gradient.
-Why whole parameters stay registered at all: see docs/design.md, "Flat units".
+[Note: Stand-ins] Units that stay unsharded have whole parameters registered, where clipping would find no
+gradient to clip: gradients are on the sharded ones. So outside of forward and backward such a parameter gets
+another class, whose ``grad`` is that of the sharded one: it can be read, scaled in place and set to None.
+Autograd, in C++, goes on to accumulate into its own. Why they stay registered: docs/design.md, "Flat units".
 """
 
 import collections

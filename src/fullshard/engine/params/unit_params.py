@@ -28,6 +28,7 @@ from fullshard.errors import MisuseError
 from fullshard.plan.builders import retype, rows_layout
 from fullshard.plan.layout import ParamSpec, UnitLayout
 from fullshard.policies import MixedPrecisionPolicy, UnitConfig
+from fullshard.torch_private import local_part
 
 
 class UnitParams:
@@ -88,8 +89,6 @@ class UnitParams:
         self.all = list(params)
         self.holders = list(dict.fromkeys(param.holder for param in self.all))
         self.watch.forget()
-        for param in self.all:
-            param.shard_group = self.mesh.shard_group
         self.shown.take(self.all)
         self._drop_buffers()
 
@@ -197,10 +196,6 @@ class UnitParams:
                 stacklevel=2,
             )
 
-    @property
-    def are_trained(self) -> bool:
-        return any(param.requires_grad for param in self.all)
-
     def follow_replacements(self) -> None:
         """Take parameters that somebody registered in place of the sharded ones.
 
@@ -291,16 +286,10 @@ class UnitParams:
                 param.move_shard(shard)
         self.watch.forget()
 
-    def read_privately(self) -> None:
-        """Give unsharded parameters private memory, so that writes to them do not reach shards."""
+    def bind(self, *, in_place: bool) -> None:
+        """Let unsharded parameters be the memory of all ranks' shards, or give them private memory."""
         assert self.buffers is not None
-        self.buffers.read_privately()
-        self._create_unsharded(self.buffers)
-
-    def read_in_place(self) -> None:
-        """Let unsharded parameters be the memory of all ranks' shards again."""
-        assert self.buffers is not None
-        self.buffers.read_in_place()
+        self.buffers.bind(in_place=in_place)
         self._create_unsharded(self.buffers)
 
     def _create_unsharded(self, buffers: UnitBuffers) -> None:
@@ -312,7 +301,9 @@ class UnitParams:
             param.create_unsharded(buffers.unsharded(index))
         # This list has a reference to each of them from now on, so it is filled before `look_after`
         # counts references, and changed nowhere else.
-        self.unsharded_locals = [*map(_local_of, self.plain)]
+        self.unsharded_locals = [
+            local_part(param.unsharded) for param in self.plain if param.unsharded is not None
+        ]
         self.are_plain = self.extended is None and all(
             param.form.unsharded is None for param in self.plain
         )
@@ -369,10 +360,3 @@ class UnitParams:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _local_of(param: ManagedParameter) -> torch.Tensor:
-    """Return an unsharded parameter, or its local tensor if it is a DTensor."""
-    unsharded = param.unsharded
-    assert unsharded is not None
-    return unsharded if param.form.unsharded is None else unsharded._local_tensor  # type: ignore[attr-defined]
