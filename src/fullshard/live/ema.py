@@ -34,8 +34,6 @@ from fullshard.state.structure import structure_of, units_of
 from fullshard.state.unit_parts import HeldBox, memory_of, parts_of
 from fullshard.torch_private import local_part
 
-Decay = float | Callable[[int], float]
-
 _APPLIED = "EMA.applied"
 
 # Elements that are cast at once where averages have another dtype than parameters.
@@ -166,7 +164,7 @@ class EMA:
     def __init__(
         self,
         model: nn.Module,
-        decay: Decay = 0.999,
+        decay: float | Callable[[int], float] = 0.999,
         *,
         warmup: bool = False,
         dtype: torch.dtype | None = None,
@@ -202,7 +200,9 @@ class EMA:
         self._refuse_while_applied("update()")
         if not self._sources.are_current:
             self._follow_model()
-        weight = 1.0 - self._decay_now()
+        decay = self.decay(self.num_updates) if callable(self.decay) else self.decay
+        if self.warmup:
+            decay = min(decay, (1 + self.num_updates) / (10 + self.num_updates))
         averaged: dict[tuple[torch.dtype, torch.device], tuple[list[Any], list[Any]]] = {}
         for average, view, is_averaged in self._pairs():
             if not is_averaged:
@@ -213,7 +213,7 @@ class EMA:
             values.append(view)
         for averages, values in averaged.values():
             for some, of_model in _in_chunks(averages, values):
-                torch._foreach_lerp_(some, of_model, weight)
+                torch._foreach_lerp_(some, of_model, 1.0 - decay)
         self.num_updates += 1
 
     @contextlib.contextmanager
@@ -286,12 +286,6 @@ class EMA:
                 if part.data_ptr() != average.data_ptr():  # else a checkpoint was read into it
                     average.copy_(part)
         self.num_updates = int(state["num_updates"])
-
-    def _decay_now(self) -> float:
-        decay = self.decay(self.num_updates) if callable(self.decay) else self.decay
-        if self.warmup:
-            decay = min(decay, (1 + self.num_updates) / (10 + self.num_updates))
-        return decay
 
     def _dtype_of(self, source: _ModelTensor) -> torch.dtype:
         dtype = source.holding.dtype
