@@ -19,6 +19,8 @@ _OF_MEMORY = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
 _NO_LIMIT = 1 << 60
+_PROC = Path("/proc")
+_GROUPS = Path("/sys/fs/cgroup")
 _BOOT_ID = "sys/kernel/random/boot_id"
 _LISTENS = "0A"  # a state, in the kernel's tables of sockets
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR, from linux/sockios.h
@@ -36,7 +38,7 @@ def identity() -> str:
 
 def boot_id() -> str:
     """Return what tells this start of the machine from others, also for its clock. Raises OSError as `identity`."""
-    return (Path("/proc") / _BOOT_ID).read_text().strip()
+    return (_PROC / _BOOT_ID).read_text().strip()
 
 
 def pid_namespace() -> str:
@@ -54,9 +56,9 @@ class Quotas(NamedTuple):
     tasks: int | None
 
 
-def read_quotas(proc: Path = Path("/proc/self"), root: Path = Path("/sys/fs/cgroup")) -> Quotas:
+def read_quotas() -> Quotas:
     """Read the tightest limit of each kind, over the process's groups and those around them."""
-    folders = list(_folders(proc, root))
+    folders = list(_folders())
     memory, used = _tightest(folders, *_OF_MEMORY)
     max_tasks, tasks = _tightest(folders, ("pids.max", "pids.current"))
     if memory is not None and memory >= _NO_LIMIT:
@@ -93,10 +95,10 @@ def is_running(pid: int) -> bool:
     return state not in "ZX"  # zombie or dead: its parent has not asked for its exit status yet
 
 
-def read_memory(proc: Path = Path("/proc")) -> dict[str, int]:
+def read_memory() -> dict[str, int]:
     """Return the fields of /proc/meminfo, in bytes."""
     found = {}
-    for line in (_read(proc / "meminfo") or "").splitlines():
+    for line in (_read(_PROC / "meminfo") or "").splitlines():
         name, _, rest = line.partition(":")
         number, _, unit = rest.strip().partition(" ")
         if unit == "kB" and number.isdigit():
@@ -116,25 +118,23 @@ class Pool(NamedTuple):
     swap_nbytes: int
 
 
-def memory_pools(
-    proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")
-) -> dict[str, Pool]:
+def memory_pools() -> dict[str, Pool]:
     """Return what this process can still get, by keys that all processes of a pool have alike.
 
     Empty where the system does not tell.
     """
-    memory = read_memory(proc)
+    memory = read_memory()
     if "MemAvailable" not in memory:
         return {}
     swap = memory.get("SwapFree", 0)
-    boot = _read(proc / _BOOT_ID) or ""
+    boot = _read(_PROC / _BOOT_ID) or ""
     pools = {boot: Pool("this host", memory["MemAvailable"], swap)}
     # Containers may have paths of the same names.
     namespace = ""
     with contextlib.suppress(OSError):
-        namespace = str((proc / "self/ns/cgroup").readlink())
-    container = f"{boot} {namespace} {_read(proc / 'self/cgroup')}"
-    for folder in _folders(proc / "self", root):
+        namespace = str((_PROC / "self/ns/cgroup").readlink())
+    container = f"{boot} {namespace} {_read(_PROC / 'self/cgroup')}"
+    for folder in _folders():
         for names in _OF_MEMORY:
             limit, used = (_number(folder / name) for name in names)
             if limit is not None and used is not None and limit < _NO_LIMIT:
@@ -171,13 +171,13 @@ def files_left() -> int | None:
     return None if limit == resource.RLIM_INFINITY else max(limit - num_open, 0)
 
 
-def is_listening(port: int, proc: Path = Path("/proc/self")) -> bool:
+def is_listening(port: int) -> bool:
     """Whether this process itself waits for connections at a TCP port. Raises OSError where it may open no file."""
     own = set()
-    for each in (proc / "fd").iterdir():
+    for each in (_PROC / "self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # that of the listing
             own.add(str(each.readlink()))
-    tables = (proc / "net" / name for name in ("tcp", "tcp6"))
+    tables = (_PROC / "self/net" / name for name in ("tcp", "tcp6"))
     rows = (line.split() for table in tables if table.exists() for line in table.open())
     at = f":{port:04X}"
     return any(
@@ -185,11 +185,11 @@ def is_listening(port: int, proc: Path = Path("/proc/self")) -> bool:
     )
 
 
-def _folders(proc: Path, root: Path) -> Iterator[Path]:
+def _folders() -> Iterator[Path]:
     """Yield the folders of the process's groups, each followed by those around it."""
-    for line in (_read(proc / "cgroup") or "").splitlines():
+    for line in (_read(_PROC / "self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
-        base = root / controllers if controllers else root
+        base = _GROUPS / controllers if controllers else _GROUPS
         # Inside a container the path may be one that only its host has; the base is there.
         for folder in (base / path.lstrip("/"), *(base / path.lstrip("/")).parents):
             yield folder

@@ -341,66 +341,11 @@ ATTRIBUTES = (
 )
 
 
-def check_attributes(attributes: tuple[Attribute, ...] = ATTRIBUTES) -> None:
+def check_attributes() -> None:
     """Raise ImportError for the first attribute that is needed and that torch lacks."""
-    for each in attributes:
+    for each in ATTRIBUTES:
         if not each.otherwise and not hasattr(each.owner, each.name):
             raise _lacking(f"there is no {each.path}", each.purpose)
 
 
 check_attributes()
-
-__all__ = [
-    "ATTRIBUTES",
-    "COMPILED_MODULE",
-    "REGISTRY_KEY",
-    "SKIP_FRAME",
-    "ActivationWrapper",
-    "AsyncCollectiveTensor",
-    "Attribute",
-    "BatchNorm",
-    "DTensorSpec",
-    "LocalShard",
-    "RegistryItem",
-    "RemoteDevice",
-    "ShardMetadata",
-    "ShardedTensor",
-    "ShardedTensorMetadata",
-    "SingleLevelFunction",
-    "StridedShard",
-    "TensorMeta",
-    "TensorProperties",
-    "TorchDispatchMode",
-    "WithoutSubclasses",
-    "WithoutTransforms",
-    "are_transforms_active",
-    "attach_out_of_memory_observer",
-    "check_attributes",
-    "coalescing",
-    "coalescing_manager",
-    "compile_callback",
-    "current_graph_task_id",
-    "default_group",
-    "default_store",
-    "disable_dynamo",
-    "distributed_world",
-    "dtensor_handlers",
-    "forward_unimplemented",
-    "is_fake",
-    "is_fake_mode_active",
-    "is_function_mode_enabled",
-    "local_part",
-    "preserve_version_counters",
-    "process_group_name",
-    "pytree",
-    "queue_callback",
-    "registry_of",
-    "sequence_number",
-    "set_frame_strategy",
-    "set_grad_enabled",
-    "storage_uses",
-    "swap_memory",
-    "symmetric_memory",
-    "tensor_uses",
-    "will_engine_execute_node",
-]

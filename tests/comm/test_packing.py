@@ -49,7 +49,7 @@ def test_runs_are_the_packed_parameters_and_what_is_in_one_lies_alike(bucket: Bu
 def test_even_parameters_of_one_size_are_one_run_wherever_they_are_registered() -> None:
     shapes = [(4,), (4, 8), (4,), (6,), (8, 4), (4,)]
     specs = [ParamSpec(str(s), s, torch.float32, torch.float32) for s in shapes]
-    (bucket,) = rows_layout(specs, shard_size=2).buckets
+    (bucket,) = rows_layout(specs, shard_size=2, rule=DirectRule()).buckets
     assert [[p.index for p in run] for run in bucket.packed_runs] == [[0, 2, 5], [3], [1, 4]]
 
 
@@ -58,7 +58,7 @@ def test_equal_shards_are_counted_where_they_are_the_parameter() -> None:
     for shape, dim in [((6,), 0), ((7, 2), 0), ((2, 6), 1), ((1, 6), 1), ((0,), 0)]:
         for shard_size in (2, 4, 5):
             spec = ParamSpec("p", shape, torch.float32, torch.float32, shard_dim=dim)
-            (bucket,) = rows_layout([spec], shard_size=shard_size).buckets
+            (bucket,) = rows_layout([spec], shard_size=shard_size, rule=DirectRule()).buckets
             counts[shape, shard_size] = bucket.params[0].num_equal_shards
     by_shape = [
         [counts[shape, size] for size in (2, 4, 5)] for shape in [(6,), (7, 2), (2, 6), (1, 6)]
@@ -70,7 +70,7 @@ def test_equal_shards_are_counted_where_they_are_the_parameter() -> None:
 def test_uneven_parameters_of_one_form_are_one_run() -> None:
     shapes = [(3,), (5, 2), (3, 1), (2, 5), (5, 2), (3,)]
     specs = [ParamSpec(str(s), s, torch.float32, torch.float32) for s in shapes]
-    (bucket,) = rows_layout(specs, shard_size=4).buckets
+    (bucket,) = rows_layout(specs, shard_size=4, rule=DirectRule()).buckets
     assert [[p.index for p in run] for run in bucket.packed_runs] == [[1, 4], [3], [0, 2, 5]]
 
 

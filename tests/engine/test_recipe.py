@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fullshard.engine.gradients.bucket import Recipe, make_recipe
 from fullshard.plan.builders import rows_layout
-from fullshard.plan.layout import BucketLayout, ParamSpec
+from fullshard.plan.layout import BucketLayout, DirectRule, ParamSpec
 from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import MixedPrecisionPolicy, UnitConfig, Unused
 
@@ -19,7 +19,7 @@ LOW = [torch.bfloat16, torch.float16]
 
 def bucket(compute_dtype: torch.dtype = torch.float32) -> BucketLayout:
     spec = ParamSpec("p", (8, 4), torch.float32, compute_dtype)
-    (found,) = rows_layout([spec], shard_size=2).buckets
+    (found,) = rows_layout([spec], shard_size=2, rule=DirectRule()).buckets
     return found
 
 

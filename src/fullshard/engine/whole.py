@@ -237,21 +237,18 @@ def _hide(unit: Unit, options: WholeOptions, *, is_shown: bool) -> None:
             _write_first(unit, param.own_part, shard, full, param.shape)
         # The same memory where nothing is sharded: it has been written.
         elif full is not None and full.data_ptr() != shard.data_ptr():
-            _write(shard, param.own_part(full))
+            write_changed(shard, param.own_part(full))
         if options.with_grads and grad is not None and param.sharded.grad is not None:
             param.sharded.grad.copy_(param.own_part(grad))
 
 
-def _write(shard: torch.Tensor, part: torch.Tensor) -> None:
-    """Copy what has been changed. Nothing otherwise: autograd and the engine take writes for changes."""
-    part = part.to(shard.device)
-    if not torch.equal(bits(shard), bits(part)):
-        shard.copy_(part)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes, by which NaN equals itself and -0.0 is not 0.0."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+def write_changed(own: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values if they differ. Nothing otherwise: autograd and the engine take writes for changes."""
+    values = values.to(own.device)
+    # As bytes, by which NaN equals itself and -0.0 is not 0.0.
+    one, other = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (own, values))
+    if not torch.equal(one, other):
+        own.copy_(values)
 
 
 def _write_first(
@@ -266,7 +263,7 @@ def _write_first(
             full = full.to(unit.device).contiguous()
             run_collective(dist.broadcast, full, group_src=0, group=mesh.shard_group, label=label)
         if full.data_ptr() != shard.data_ptr():
-            _write(shard, own_part(full))
+            write_changed(shard, own_part(full))
     if mesh.plan.replicate_size > 1:
         part = shard.to(unit.device).contiguous()
         run_collective(dist.broadcast, part, group_src=0, group=mesh.replicate_group, label=label)

@@ -14,12 +14,6 @@ from fullshard.plan.units import clean_name
 from fullshard.torch_private import forward_unimplemented, local_part
 
 
-def root_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the given modules that are not inside another given one, in order, once each."""
-    inside = {id(child) for module in modules for child in module.modules() if child is not module}
-    return [m for m in dict.fromkeys(modules) if id(m) not in inside]
-
-
 class Covered:
     """What one call to shard covers.
 

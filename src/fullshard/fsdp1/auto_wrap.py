@@ -356,8 +356,6 @@ def _recursive_wrap(
 
 def _wrap(module: nn.Module, wrapper_cls: Callable[..., nn.Module], **kwargs: Any) -> nn.Module:
     """Wrap a module. Arguments in its ``_wrap_overrides`` (a dict) replace those in ``kwargs``."""
-    if wrapper_cls is None:
-        raise MisuseError("Must specify wrapper_cls: what is called on the module.")
     overrides: Any = getattr(module, "_wrap_overrides", {})
     return wrapper_cls(module, **{**kwargs, **overrides})
 

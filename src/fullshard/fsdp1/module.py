@@ -44,7 +44,7 @@ from fullshard.fsdp1.setup import (
     Ignored,
     ProcessGroups,
     broadcast_states,
-    check_parameters,
+    check_flattenable,
     choose_ranks,
     compute_device,
     find_ignored,
@@ -227,7 +227,7 @@ class FullyShardedDataParallel(StateDictMethods):
             if not restores_all:
                 stack.enter_context(restoring(modules, what))
             # Values are made before they are broadcast, and moved to where groups communicate.
-            check_parameters(modules, ignored, device_id)
+            check_flattenable(modules, ignored, device_id)
             materialise(modules, ignored, self.compute_device, param_init_fn)
             covered = Covered([self.module], modules, ignored.params)
             home = torch.device("cpu") if config.offload_to_cpu else self.compute_device

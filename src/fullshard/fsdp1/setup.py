@@ -372,7 +372,7 @@ def _names_on_meta(
     return found
 
 
-def check_parameters(covered: Iterable[nn.Module], ignored: Ignored, device_id: object) -> None:
+def check_flattenable(covered: Iterable[nn.Module], ignored: Ignored, device_id: object) -> None:
     """Refuse parameters that no flat buffer can hold, or no gradient of one.
 
     Raises UnsupportedError for those that are not strided, and those that ask for gradients of

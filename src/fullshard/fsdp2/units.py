@@ -23,7 +23,6 @@ from fullshard.faces.coverage import (
     check_parameters,
     check_shapes,
     move_tensors,
-    root_modules,
 )
 from fullshard.faces.forms import param_form
 from fullshard.faces.interop import is_composable, mark_managed, mark_sharded
@@ -93,7 +92,8 @@ def make_units(
     is_one = isinstance(module, nn.Module) or not isinstance(module, Collection)
     given = [module] if is_one else list(module)
     check_modules(given, kind.applied_by)
-    roots = root_modules(given)
+    inside = {id(child) for each in given for child in each.modules() if child is not each}
+    roots = [m for m in dict.fromkeys(given) if id(m) not in inside]  # in order, once each
     device = unit_device(default.mesh)
     covered = Covered(roots, covered_modules(roots, is_composable), ignored_params or set())
     check_shapes(covered.names, kind.applied_by)

@@ -34,8 +34,6 @@ from fullshard.state.structure import structure_of
 from fullshard.state.unit_parts import HeldBox, memory_of, parts_of
 from fullshard.torch_private import local_part
 
-Decay = float | Callable[[int], float]
-
 _APPLIED = "EMA.applied"
 
 # Elements that are cast at once where averages have another dtype than parameters.
@@ -47,21 +45,20 @@ class _ModelTensor:
     """A tensor of the model: its holding without memory, and how to find that.
 
     memory: this rank's part, found anew each time: a view that is kept looks like a user's, which the engine
-        forbids to use after a reshard. starts: of each box in it, in elements; None if it is the only box.
+        forbids to use after a reshard. The boxes lie in it one after the other.
     """
 
     holding: Holding
     boxes: tuple[Box, ...]
     memory: Callable[[], torch.Tensor]
-    starts: tuple[int, ...] | None
 
     def views(self) -> list[torch.Tensor]:
         """Return the memory of each box."""
-        if self.starts is None:
-            return [self.memory() for _ in self.boxes]
-        flat = self.memory().reshape(-1)
-        places = zip(self.boxes, self.starts, strict=True)
-        return [flat[start : start + box.numel].view(box.shape) for box, start in places]
+        memory = self.memory()
+        if [box.shape for box in self.boxes] == [memory.shape]:
+            return [memory]  # of whatever strides
+        parts = memory.reshape(-1).split([box.numel for box in self.boxes])
+        return [part.view(box.shape) for part, box in zip(parts, self.boxes, strict=True)]
 
     @property
     def is_averaged(self) -> bool:
@@ -96,10 +93,7 @@ class _ModelTensors:
             for registry in (module._parameters, module._buffers)
             for name in registry
         }
-        self.all = [
-            _model_tensor(h, sharded.get(h.name) or plain[h.name], is_sharded=h.name in sharded)
-            for h in holdings
-        ]
+        self.all = [_model_tensor(h, sharded.get(h.name) or plain[h.name]) for h in holdings]
         self._plain = [plain[h.name] for h in holdings if h.name not in sharded]
         self._num_registrations, self._num_buffers = registrations.value, self._count()
         self._memory = [(unit, memory_of(unit)) for unit, _ in structure.units]
@@ -123,9 +117,7 @@ class _ModelTensors:
         )
 
 
-def _model_tensor(
-    holding: Holding, shown: Callable[[], torch.Tensor], *, is_sharded: bool
-) -> _ModelTensor:
+def _model_tensor(holding: Holding, shown: Callable[[], torch.Tensor]) -> _ModelTensor:
     """Return where a tensor of the model is. shown: returns it, or this rank's local if it is sharded."""
     own_name = holding.name
     # Of a buffer in another dtype, its copy, which `after_loading` writes back.
@@ -134,13 +126,9 @@ def _model_tensor(
     def memory() -> torch.Tensor:
         return copies[0] if copies else local_part(plain_memory(shown().detach(), own_name))
 
-    starts = None
-    if is_sharded:
-        first = memory().data_ptr()
-        starts = tuple((view.data_ptr() - first) // view.itemsize for _, view in holding.boxes)
     names = tuple(dict.fromkeys(map(without_compile, holding.names)))
     boxes = tuple(held.box for held in holding.boxes)
-    return _ModelTensor(holding._replace(names=names, boxes=()), boxes, memory, starts)
+    return _ModelTensor(holding._replace(names=names, boxes=()), boxes, memory)
 
 
 class EMA:
@@ -166,7 +154,7 @@ class EMA:
     def __init__(
         self,
         model: nn.Module,
-        decay: Decay = 0.999,
+        decay: float | Callable[[int], float] = 0.999,
         *,
         warmup: bool = False,
         dtype: torch.dtype | None = None,
@@ -202,7 +190,9 @@ class EMA:
         self._refuse_while_applied("update()")
         if not self._sources.are_current:
             self._follow_model()
-        weight = 1.0 - self._decay_now()
+        decay = self.decay(self.num_updates) if callable(self.decay) else self.decay
+        if self.warmup:
+            decay = min(decay, (1 + self.num_updates) / (10 + self.num_updates))
         averaged: dict[tuple[torch.dtype, torch.device], tuple[list[Any], list[Any]]] = {}
         for average, view, is_averaged in self._pairs():
             if not is_averaged:
@@ -213,7 +203,7 @@ class EMA:
             values.append(view)
         for averages, values in averaged.values():
             for some, of_model in _in_chunks(averages, values):
-                torch._foreach_lerp_(some, of_model, weight)
+                torch._foreach_lerp_(some, of_model, 1.0 - decay)
         self.num_updates += 1
 
     @contextlib.contextmanager
@@ -286,12 +276,6 @@ class EMA:
                 if part.data_ptr() != average.data_ptr():  # else a checkpoint was read into it
                     average.copy_(part)
         self.num_updates = int(state["num_updates"])
-
-    def _decay_now(self) -> float:
-        decay = self.decay(self.num_updates) if callable(self.decay) else self.decay
-        if self.warmup:
-            decay = min(decay, (1 + self.num_updates) / (10 + self.num_updates))
-        return decay
 
     def _dtype_of(self, source: _ModelTensor) -> torch.dtype:
         dtype = source.holding.dtype

@@ -9,7 +9,7 @@ from torch import nn
 from fullshard.engine.module_state import states_in
 from fullshard.engine.params.flat import FlatParameter
 from fullshard.engine.unit import Unit
-from fullshard.engine.whole import WholeOptions, bits, whole_parameters
+from fullshard.engine.whole import WholeOptions, whole_parameters, write_changed
 from fullshard.errors import MisuseError, UnsupportedError
 from fullshard.live.gathered import manager_of_shown
 from fullshard.process_hooks import BEFORE_STEP
@@ -93,8 +93,8 @@ def _dropping_changes(module: nn.Module, sharded: Collection[int]) -> Iterator[N
                 own = local_part(parameter.detach())
                 if own.shape != values.shape:
                     parameter.data = values
-                elif not torch.equal(bits(own), bits(values)):
-                    own.copy_(values)
+                else:
+                    write_changed(own, values)
 
 
 def _units(module: nn.Module) -> list[Unit]:

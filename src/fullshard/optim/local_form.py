@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from fullshard.engine.params.form import redistributed, with_dtype
 from fullshard.engine.params.managed import owner_of
 from fullshard.errors import StateError
-from fullshard.torch_private import AsyncCollectiveTensor, DTensorSpec, TensorMeta, pytree
+from fullshard.torch_private import pytree
 
 State = dict[Any, Any]
 
@@ -38,10 +39,7 @@ def local_gradient(grad: torch.Tensor, parameter: DTensor) -> torch.Tensor:
             f"{_label(parameter)} is a DTensor, but its gradient is a {type(grad).__name__}. "
             "Assign a DTensor of the same mesh and placements."
         )
-    if grad.placements != parameter.placements:
-        grad = grad.redistribute(placements=parameter.placements)
-    local = grad._local_tensor
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+    return redistributed(grad, parameter.placements)
 
 
 def localize(shown: Mapping[Any, Any], parameters: Sequence[DTensor]) -> State:
@@ -114,10 +112,7 @@ def _shown_value(value: Any, parameter: DTensor, name: str, before: Any) -> Any:
             return before
         like = parameter._local_tensor
         if value.shape == like.shape and (value.dim() > 0 or name not in _SCALARS):
-            spec = parameter._spec
-            if parameter.dtype != value.dtype:
-                meta = TensorMeta(spec.shape, spec.stride, value.dtype)
-                spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+            spec = with_dtype(parameter._spec, value.dtype)
             return DTensor(value, spec, requires_grad=False)
     _refuse_parts(value, parameter, name)
     return value

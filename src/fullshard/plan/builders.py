@@ -26,22 +26,12 @@ from fullshard.plan.layout import (
 )
 
 
-def rows_layout(
-    specs: Sequence[ParamSpec], *, shard_size: int, rule: DirectRule = DirectRule()
-) -> UnitLayout:
+def rows_layout(specs: Sequence[ParamSpec], *, shard_size: int, rule: DirectRule) -> UnitLayout:
     """Shard each parameter along its own dimension, chunked as ``torch.chunk`` and DTensor do.
 
     Any size along the dimension works: if there are fewer rows than ranks, the last ranks own
-    nothing. Raises LayoutError on a shard dimension that the parameter does not have; a 0-dim
-    parameter has none.
+    nothing. Every parameter has its shard dimension: `faces` refuse others, and 0-dim ones.
     """
-    _check_shard_size(shard_size)
-    for spec in specs:
-        if not 0 <= spec.shard_dim < len(spec.shape):
-            raise LayoutError(
-                f"{spec.name}: cannot shard dim {spec.shard_dim} of a parameter of shape "
-                f"{spec.shape}. Choose one of its dims: there are {len(spec.shape)}, from 0 on."
-            )
     groups: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     for index, spec in enumerate(specs):
         groups.setdefault((spec.dtype, spec.compute_dtype), []).append(index)
@@ -63,7 +53,6 @@ def flat_layout(
         shard 0 [ 0,  8): w rows 0-1     shard 2 [16, 24): w rows 4-5
         shard 1 [ 8, 16): w rows 2-3     shard 3 [24, 32): b, 2 padding
     """
-    _check_shard_size(shard_size)
     buckets = []
     groups: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
     for index, spec in enumerate(specs):
@@ -198,8 +187,3 @@ def _route(spec: ParamSpec, shard_size: int, rule: DirectRule) -> Route:
 def _alignment(*dtypes: torch.dtype) -> int:
     """Return the number of elements whose multiples are aligned offsets in all of the dtypes."""
     return max(max(1, ALIGNMENT_NBYTES // dtype.itemsize) for dtype in dtypes)
-
-
-def _check_shard_size(shard_size: int) -> None:
-    if shard_size < 1:
-        raise LayoutError(f"shard_size={shard_size}: at least one rank has to own the parameters.")

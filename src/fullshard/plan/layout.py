@@ -334,10 +334,6 @@ class UnitLayout:
     buckets: tuple[BucketLayout, ...]
 
     @property
-    def num_params(self) -> int:
-        return sum(len(bucket.params) for bucket in self.buckets)
-
-    @property
     def shard_nbytes(self) -> int:
         return sum(bucket.shard_nbytes for bucket in self.buckets)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from fullshard.errors import MeshError, ShardingError
+from fullshard.errors import ShardingError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -10,21 +10,12 @@ class MeshPlan:
     """One rank's place in a data-parallel mesh.
 
     On a 2 x 4 mesh, rank 6 has replicate_size=2, replicate_rank=1, shard_size=4, shard_rank=2.
-    Raises MeshError on a rank outside its axis.
     """
 
     shard_size: int
     shard_rank: int
     replicate_size: int = 1
     replicate_rank: int = 0
-
-    def __post_init__(self) -> None:
-        for size, rank, axis in (
-            (self.shard_size, self.shard_rank, "shard"),
-            (self.replicate_size, self.replicate_rank, "replicate"),
-        ):
-            if not 0 <= rank < size:
-                raise MeshError(f"{axis} axis: rank {rank} is not in a group of {size}.")
 
     @property
     def data_parallel_size(self) -> int:

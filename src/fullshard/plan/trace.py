@@ -15,7 +15,6 @@ import dataclasses
 import enum
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -270,15 +269,3 @@ def read_traces(folder: Path) -> list[RankTrace]:
         (trace for trace in traces.values() if trace.recording == recording),
         key=lambda trace: trace.rank,
     )
-
-
-def aligned_origins(traces: Sequence[RankTrace]) -> list[int]:
-    """Return each rank's time zero, in nanoseconds since the earliest one.
-
-    Ranks of one host share a clock, so differences are exact. With several hosts all are 0: the
-    barrier alone aligns their ranks, with an error of up to `Clock.error_ns`.
-    """
-    if len({trace.clock.host for trace in traces}) > 1:
-        return [0] * len(traces)
-    first = min((trace.clock.origin_ns for trace in traces), default=0)
-    return [trace.clock.origin_ns - first for trace in traces]

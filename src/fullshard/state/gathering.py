@@ -180,7 +180,6 @@ def _gather(
 
 
 def _slot(message: torch.Tensor, part: MessagePart, dtype: torch.dtype) -> torch.Tensor:
-    """Return a part's place in a message."""
     nbytes = part.box.numel * dtype.itemsize
     return message[part.start : part.start + nbytes].view(dtype).view(part.box.shape)
 

@@ -11,8 +11,6 @@ from fullshard.errors import UnsupportedError
 from fullshard.plan.units import clean_name
 from fullshard.state.unit_parts import slots_of
 
-NamedUnit = tuple[Unit, list[list[str]]]  # and the names of each of its parameters
-
 
 class Structure(NamedTuple):
     """What a model is made of, as it is when this is made.
@@ -25,7 +23,7 @@ class Structure(NamedTuple):
     """
 
     modules: list[tuple[str, nn.Module]]
-    units: list[NamedUnit]
+    units: list[tuple[Unit, list[list[str]]]]
 
 
 def structure_of(model: nn.Module) -> Structure:

@@ -49,7 +49,7 @@ class MemoryCategory(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Holding:
+class HeldMemory:
     """Bytes of one category, unit and device.
 
     unit: the unit's name, "" for the root's, None for memory that belongs to no unit.
@@ -72,7 +72,7 @@ class MemoryReport:
 
     rank: int
     units: tuple[str, ...]
-    holdings: tuple[Holding, ...]
+    holdings: tuple[HeldMemory, ...]
     shared_nbytes: int
     mapped_nbytes: int
 
@@ -255,7 +255,7 @@ class _Ranges:
         return stop - start - known
 
 
-def _counted_once(uses: Iterable[_Use], units: Sequence[Unit]) -> tuple[Holding, ...]:
+def _counted_once(uses: Iterable[_Use], units: Sequence[Unit]) -> tuple[HeldMemory, ...]:
     """Count every byte once. See [Note: Counting once].
 
     Where a device's allocator tells how much is in use, what is left over counts as OTHER.
@@ -278,7 +278,7 @@ def _counted_once(uses: Iterable[_Use], units: Sequence[Unit]) -> tuple[Holding,
         if (allocated := Runtime.of(where).allocated_nbytes) is not None:
             rest = allocated - on_device[str(where)]
             totals[MemoryCategory.OTHER, None, str(where)] = max(rest, 0)
-    return tuple(Holding(*key, nbytes) for key, nbytes in totals.items() if nbytes)
+    return tuple(HeldMemory(*key, nbytes) for key, nbytes in totals.items() if nbytes)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str | int]]) -> list[str]:

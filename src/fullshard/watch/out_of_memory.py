@@ -10,7 +10,6 @@ raise, or allocate on the device.
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
 
 import torch
 
@@ -22,7 +21,7 @@ from fullshard.host import resident_nbytes
 from fullshard.process_hooks import OUT_OF_MEMORY
 from fullshard.torch_private import attach_out_of_memory_observer
 from fullshard.watch.describe import format_nbytes
-from fullshard.watch.memory import MemoryCategory, MemoryReport, memory_report
+from fullshard.watch.memory import MemoryCategory, memory_report
 from fullshard.watch.uncaught import roots
 
 logger = logging.getLogger("fullshard")
@@ -81,7 +80,8 @@ def _tables(device: torch.device, what: str, *, used: int = 0, asked: int = 0) -
         return ""
     _last_s[0] = now
     lines = []
-    for report in _reports():
+    modules = [module for root in list(roots) for module in root.modules]
+    for report in (memory_report(module, stepped_optimizers()) for module in modules):
         sizes = {each: report.total(each, device=str(device)) for each in MemoryCategory}
         lines += [f"Out of memory on {device}, rank {report.rank}: {what}.", str(report), ""]
         if device.type == "cpu":
@@ -110,9 +110,3 @@ def _cache(runtime: Runtime, used: int, asked: int) -> list[str]:
             "Its cache would do, but is in pieces: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
         )
     return lines
-
-
-def _reports() -> Iterator[MemoryReport]:
-    for root in list(roots):
-        for module in root.modules:
-            yield memory_report(module, stepped_optimizers())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from fullshard import host
 from fullshard.host import Pool, Quotas, memory_pools, read_quotas
 from fullshard.tools.doctor.devices import look_at_devices
 from fullshard.tools.doctor.environment import relevant
 from fullshard.tools.doctor.pairs import MOST_RANKS, plan_turns
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a machine's files: what the kernel says in proc, control groups in sys."""
+    monkeypatch.setattr(host, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(host, "_GROUPS", tmp_path / "sys")
+    return tmp_path
 
 
 def _write(root: Path, files: dict[str, str]) -> None:
@@ -23,11 +33,11 @@ def _write(root: Path, files: dict[str, str]) -> None:
         path.write_text(f"{text}\n")
 
 
-def test_limits_of_version_2_are_the_tightest_on_the_way_up(tmp_path: Path) -> None:
+def test_limits_of_version_2_are_the_tightest_on_the_way_up(here: Path) -> None:
     _write(
-        tmp_path,
+        here,
         {
-            "proc/cgroup": "0::/jobs/mine",
+            "proc/self/cgroup": "0::/jobs/mine",
             "sys/jobs/mine/cpu.max": "max 100000",
             "sys/jobs/mine/memory.max": "9000",
             "sys/jobs/mine/memory.current": "100",
@@ -39,15 +49,15 @@ def test_limits_of_version_2_are_the_tightest_on_the_way_up(tmp_path: Path) -> N
             "sys/pids.current": "20",
         },
     )
-    assert read_quotas(tmp_path / "proc", tmp_path / "sys") == Quotas(2.5, 12000, 11000, 500, 20)
+    assert read_quotas() == Quotas(2.5, 12000, 11000, 500, 20)
 
 
-def test_limits_of_version_1_are_read_in_a_container(tmp_path: Path) -> None:
+def test_limits_of_version_1_are_read_in_a_container(here: Path) -> None:
     # The path is the host's; inside, the group is what is mounted.
     _write(
-        tmp_path,
+        here,
         {
-            "proc/cgroup": "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n2:pids:/docker/abc",
+            "proc/self/cgroup": "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n2:pids:/docker/abc",
             "sys/memory/memory.limit_in_bytes": "4096",
             "sys/memory/memory.usage_in_bytes": "96",
             "sys/cpu,cpuacct/cpu.cfs_quota_us": "150000",
@@ -55,27 +65,28 @@ def test_limits_of_version_1_are_read_in_a_container(tmp_path: Path) -> None:
             "sys/pids/pids.max": "77",
         },
     )
-    assert read_quotas(tmp_path / "proc", tmp_path / "sys") == Quotas(1.5, 4096, 96, 77, None)
+    assert read_quotas() == Quotas(1.5, 4096, 96, 77, None)
 
 
-def test_no_limit_is_none(tmp_path: Path) -> None:
+def test_no_limit_is_none(here: Path) -> None:
     _write(
-        tmp_path,
+        here,
         {
-            "proc/cgroup": "4:memory:/\n3:cpu:/",
+            "proc/self/cgroup": "4:memory:/\n3:cpu:/",
             "sys/memory/memory.limit_in_bytes": str((1 << 63) - 4096),
             "sys/cpu/cpu.cfs_quota_us": "-1",
             "sys/cpu/cpu.cfs_period_us": "100000",
         },
     )
     nothing = Quotas(None, None, None, None, None)
-    assert read_quotas(tmp_path / "proc", tmp_path / "sys") == nothing
-    assert read_quotas(tmp_path / "absent", tmp_path / "absent") == nothing
+    assert read_quotas() == nothing
+    shutil.rmtree(here / "proc")
+    assert read_quotas() == nothing
 
 
-def test_memory_that_can_be_had_is_of_the_host_and_of_the_container(tmp_path: Path) -> None:
+def test_memory_that_can_be_had_is_of_the_host_and_of_the_container(here: Path) -> None:
     _write(
-        tmp_path,
+        here,
         {
             "proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 40 kB\nSwapFree: 3 kB",
             "proc/sys/kernel/random/boot_id": "boot",
@@ -87,10 +98,11 @@ def test_memory_that_can_be_had_is_of_the_host_and_of_the_container(tmp_path: Pa
             "sys/jobs/memory.current": "8000",
         },
     )
-    host, container = memory_pools(tmp_path / "proc", tmp_path / "sys").values()
-    assert host == Pool("this host", 40 * 1024, 3 * 1024)
+    machine, container = memory_pools().values()
+    assert machine == Pool("this host", 40 * 1024, 3 * 1024)
     assert container == Pool("this container, which may have 0.0 GiB", 1520, 3 * 1024)
-    assert memory_pools(tmp_path / "absent", tmp_path) == {}
+    shutil.rmtree(here / "proc")
+    assert memory_pools() == {}
 
 
 @pytest.mark.parametrize("hosts", [[0], [0, 0], [0, 0, 1], [0, 1, 2, 3, 3], [0] * MOST_RANKS])
