@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.func import functional_call
 
 from fullshard.engine.module_state import state_of
 from fullshard.errors import StateError
@@ -449,6 +450,20 @@ def test_exchange_of_parameters_is_refused(api: Api, in_units: bool, num_steps: 
     mean_square(model(make_batch(8))).backward()
     assert model[0].weight is first
     assert first.grad is not None
+
+
+@pytest.mark.ours("PyTorch computes with the values, or mixes them with whole parameters")
+@on_ranks(2)
+def test_values_for_one_call_do_not_stay(api: Api) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), make_batch(8)
+    api.fully_shard(model[0])
+    api.fully_shard(model)
+    with torch.no_grad():
+        before = model(x)
+        halves = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
+        with pytest.raises(StateError, match="weight"):
+            functional_call(model, halves, (x,))
+        assert model(x).equal(before)
 
 
 @pytest.mark.ours("the new one is overwritten without a word")

@@ -11,8 +11,11 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.func import functional_call
 
 import fullshard.engine.whole as engine_whole
+from fullshard import StateError
 from tests.api import Api
 from tests.fsdp1.models import (
     averaged_gradients,
@@ -148,27 +151,57 @@ def test_what_was_gathered_ahead_is_what_forward_uses(api: Api, use_orig_params:
     torch.testing.assert_close(model(batch()), alone(batch()))
 
 
+def _linears(*sizes: tuple[int, int]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes))
+
+
+@pytest.mark.ours("values are lost")
+@pytest.mark.parametrize("in_units", [False, True])
+@orig_params
 @on_ranks(2)
-def test_pieces_that_exchange_their_memory_exchange_their_values(api: Api) -> None:
-    def layers() -> nn.Sequential:
-        torch.manual_seed(0)
-        # The first rank has the whole of the first two, the second rank the third.
-        sizes = [(4, 4), (4, 4), (4, 8)]
-        return nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes))
-
-    def exchange(first: nn.Linear, second: nn.Linear) -> None:
-        first.weight.data, second.weight.data = second.weight.data, first.weight.data
-
-    alone, model = layers(), wrap(api, layers(), use_orig_params=True)
-    model.check_is_root()
+def test_parameters_that_exchange_their_memory_exchange_their_values(
+    api: Api, use_orig_params: bool, in_units: bool
+) -> None:
+    if not (use_orig_params or in_units):
+        return  # one flat parameter has nothing to exchange with
+    # In one unit the first rank has the whole of the first two, the second rank the third.
+    sizes = [(4, 4), (4, 4), (4, 8)]
+    alone, inner = _linears(*sizes), _linears(*sizes)
+    policy = ModuleWrapPolicy({nn.Linear}) if in_units else None
+    model = wrap(api, inner, use_orig_params=use_orig_params, auto_wrap_policy=policy)
+    own, its = list(alone.parameters()), list(model.parameters())
     for _ in range(3):
         x = torch.randn(2, 4)
         out = model(x)
         torch.testing.assert_close(out, alone(x))
         out.sum().backward()
         model.zero_grad()
-        exchange(*alone[:2])
-        exchange(*model.module[:2])
+        for first, second, *_ in (own, its):
+            first.data, second.data = second.data, first.data
+
+
+@pytest.mark.ours("other words")
+@on_ranks(2)
+def test_piece_of_another_shape_is_refused_by_name(api: Api) -> None:
+    model = wrap(api, _linears((4, 4), (4, 4)), use_orig_params=True, auto_wrap_policy=None)
+    first, second = model.parameters()  # each rank has the whole of one, nothing of the other
+    first.data, second.data = second.data, first.data
+    with pytest.raises(StateError, match=r"0\.weight"):
+        model(torch.randn(2, 4))
+
+
+@pytest.mark.ours("values are ignored, or stay")
+@orig_params
+@on_ranks(2)
+def test_values_for_one_call_do_not_stay(api: Api, use_orig_params: bool) -> None:
+    model, x = wrap(api, net(), use_orig_params=use_orig_params), batch()
+    with torch.no_grad():
+        before = model(x)
+        halves = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
+        with pytest.raises(StateError, match=r"no nn\.Parameter"):
+            functional_call(model, halves, (x,))
+        torch.testing.assert_close(model(x), before)
 
 
 @orig_params

@@ -11,7 +11,6 @@ sees at least what it waits for. OFFER_FD, REFUSAL and BITS may take any value, 
 two barriers.
 """
 
-import contextlib
 import ctypes
 import dataclasses
 import errno
@@ -23,6 +22,7 @@ import select
 import sys
 import time
 import weakref
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -156,10 +156,12 @@ class SharedMemory:
         made.slots = self.slots
         return made
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # modules may be gone first
         for pidfd in getattr(self, "_pidfds", {}).values():
-            with contextlib.suppress(OSError):
-                os.close(pidfd)
+            try:  # noqa: SIM105
+                close(pidfd)
+            except OSError:
+                pass
 
     def allocate(self, nbytes: int, label: str, detail: str = "") -> memoryview:
         """Map zeroed memory that all ranks share. Every rank must call it with the same size.

@@ -6,7 +6,7 @@ unit that is at rest, or brings it there.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -158,6 +158,14 @@ def follow_changes(unit: Unit) -> None:
         unit.reshard()
     if unit.params.is_in_place:
         unit.watch.begin()
+
+
+def keep_strays(units: Iterable[Unit]) -> None:
+    """Keep the values of pieces that lie where others belong, also other units', before one is moved home."""
+    moved = [unit.params for unit in units if unit.is_flat and unit.watch.has_new_pieces]
+    homes = {storage for params in moved for storage in params.shard_storages}
+    for params in moved:
+        params.keep_strays(homes)
 
 
 def follow_moves(unit: Unit) -> None:

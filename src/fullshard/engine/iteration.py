@@ -32,7 +32,7 @@ from torch.autograd import profiler
 
 from fullshard.comm.interface import Comm
 from fullshard.comm.shared_memory import UnavailableError
-from fullshard.engine.adoption import adopt, fall_back, follow_moves
+from fullshard.engine.adoption import adopt, fall_back, follow_moves, keep_strays
 from fullshard.engine.checks.gradients import UnusedWatch
 from fullshard.engine.checks.path import Path
 from fullshard.engine.checks.writes import StayedUnits, WriteWatch, is_whole
@@ -267,6 +267,7 @@ class Iteration:
             self.units[0].runtime.wait(written)
         # Shards come home first: contents are compared with them, and peers read them in the pass.
         if not self._are_sharded or self._places.may_have_moved:
+            keep_strays(self.units)
             for unit in self.units:
                 if unit.phase is UnitPhase.POST_FORWARD:
                     unit.reshard()  # kept for a backward that did not come, or comes with new weights

@@ -27,6 +27,7 @@ from fullshard.engine.params.managed import (
     ShardHolder,
     Slot,
     mark_owner,
+    refuse_temporary,
 )
 from fullshard.errors import StateError
 from fullshard.plan.gradient_dtypes import GradientDtypes, flat_gradient_dtypes
@@ -122,18 +123,28 @@ class PieceParameter(ManagedParameter):
         current = self.replacement()
         if current is None:
             return
-        # Whole: this rank's piece of it is taken. Else it has to be this rank's piece already.
-        if current.shape == self.shape:
-            current.data = self.owned.of(current.data).clone()
-        elif current.shape != self.owned.shape:
-            raise StateError(
-                f"Cannot writeback when the parameter shape changes: {self.name} was replaced "
-                f"by one of shape {tuple(current.shape)}. Give it the whole shape, {self.shape}, "
-                f"or that of this rank's piece, {self.owned.shape}."
-            )
+        given = current.data
+        own = self._own_values(given)
+        if own is not given:
+            current.data = own.clone()
         self.sharded = current
         mark_owner(current, self)
         self.show_sharded()
+
+    def _own_values(self, values: torch.Tensor) -> torch.Tensor:
+        """Return this rank's piece of values that a program has given, whole or the piece alone.
+
+        Raises StateError for any other shape.
+        """
+        if values.shape == self.owned.shape:
+            return values
+        if values.shape != self.shape:
+            raise StateError(
+                f"Cannot writeback when the parameter shape changes: {self.name} was given values "
+                f"of shape {tuple(values.shape)}. Give it the whole shape, {self.shape}, "
+                f"or that of this rank's piece, {self.owned.shape}."
+            )
+        return self.owned.of(values)
 
     def is_at(self, memory: torch.Tensor) -> bool:
         # By address: after `data = memory` the parameter is another tensor over the same memory.
@@ -148,7 +159,7 @@ class PieceParameter(ManagedParameter):
     def move_shard(self, target: torch.Tensor) -> None:
         if not self.is_at(target):
             if not self.sharded.is_meta:
-                target.copy_(self.sharded.detach())
+                target.copy_(self._own_values(self.sharded.detach()))
             self.sharded.data = target
 
     def own_part(self, full: torch.Tensor) -> torch.Tensor:
@@ -321,6 +332,7 @@ class FlatHolder(ShardHolder):
         """
         current = self.current
         if current is not self.sharded:
+            refuse_temporary(current, FLAT_PARAM)
             # Its values go to our parameter, to which optimizers refer.
             self.sharded.data = current.data
             self.slot.register(self.sharded)

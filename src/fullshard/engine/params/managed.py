@@ -506,6 +506,7 @@ class ManagedParameter(ShardHolder, abc.ABC):
         ]
         if not others:
             return None
+        refuse_temporary(others[0], self.name)
         owner = manager_of(others[0])
         if owner is not None and owner is not self and owner.is_replaced:
             raise StateError(
@@ -544,6 +545,20 @@ class ManagedParameter(ShardHolder, abc.ABC):
     @abc.abstractmethod
     def move_shard(self, target: torch.Tensor) -> None:
         """Make ``target`` the memory of this rank's shard, with its values unless it is on meta."""
+
+
+def refuse_temporary(registered: torch.Tensor, name: str) -> None:
+    """Raise StateError if what is registered as a parameter is none: it stands there for one call alone.
+
+    Taken for a replacement, its values would stay in the model when the call has ended.
+    """
+    if not isinstance(registered, nn.Parameter):
+        raise StateError(
+            f"{name}: a tensor that is no nn.Parameter is registered in its place, as "
+            "torch.func.functional_call does for one call. A sharded module computes with its own "
+            "parameters only: write the values into them and write the old ones back afterwards "
+            "(under torch.no_grad(), p.copy_(value)), or call a copy that is not sharded."
+        )
 
 
 class Backward:

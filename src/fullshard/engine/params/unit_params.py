@@ -277,14 +277,28 @@ class UnitParams:
                 (flat,) = self.buffers.flat_shards
                 self.flat.move(flat)
             pairs = list(zip(self.plain, self.buffers.shards, strict=True))
-            homes = {_storage(shard) for shard in self.buffers.shards}
-            for param, shard in pairs:
-                if self.is_flat and not param.is_at(shard) and _storage(param.local) in homes:
-                    # It lies where another belongs, which is perhaps moved first.
-                    param.sharded.data = param.sharded.data.clone()
+            self.keep_strays(self.shard_storages)
             for param, shard in pairs:
                 param.move_shard(shard)
         self.watch.forget()
+
+    @property
+    def shard_storages(self) -> set[int]:
+        """Which storages the unit's memory for shards has; none before there is any."""
+        if self.buffers is None:
+            return set()
+        return {_storage(shard) for shard in [*self.buffers.shards, *self.buffers.flat_shards]}
+
+    def keep_strays(self, homes: set[int]) -> None:
+        """Give a piece memory of its own that lies where another belongs, which is perhaps moved first.
+
+        homes: the storages of all memory for pieces. For ``a.data, b.data = b.data, a.data``.
+        """
+        if not self.is_flat:
+            return
+        for _, sharded, memory in self.homes or ():
+            if sharded.data_ptr() != memory.data_ptr() and _storage(sharded) in homes:
+                sharded.data = sharded.data.clone()
 
     def bind(self, *, in_place: bool) -> None:
         """Let unsharded parameters be the memory of all ranks' shards, or give them private memory."""
