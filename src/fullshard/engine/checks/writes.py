@@ -27,6 +27,7 @@ from collections.abc import Container, Iterable, Sequence
 
 import torch
 
+from fullshard.engine.guard.param_watch import fingerprints, words_of
 from fullshard.engine.restoring import naming_lack
 from fullshard.engine.runtime import no_grad, outside_transforms
 from fullshard.engine.unit import Unit
@@ -36,8 +37,6 @@ from fullshard.torch_private import are_transforms_active
 # Passes of a kind that are watched, counted from 0: the first two, and more and more rarely later.
 _WATCHED = frozenset({0, 1, 32, 1024, 32768})
 _MAX_COPIED = 4096  # a shard of up to so many words is copied, which takes less time than sums
-_BLOCK = 1024  # a fingerprint keeps one sum per so many words
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Watched:
@@ -48,7 +47,7 @@ class _Watched:
         self.is_written = False
         # On devices with streams: vectors that say which contents have changed, and whose these were.
         self.unread: list[tuple[torch.Tensor, list[str]]] = []
-        self._shards = _fingerprints(unit.params.shard_memory)
+        self._shards = fingerprints(unit.params.shard_memory)
         self._num_writes = self._count_writes()
         self._unsharded: list[torch.Tensor] | None = None  # from `open` to `close`
         self._versions: list[int] = []  # of the unsharded parameters, at `open`
@@ -58,7 +57,7 @@ class _Watched:
         self.note_shards()
         # A unit may be sharded in its own backward (`set_unshard_in_backward(False)`).
         if self._unsharded is None and self.unit.is_unsharded:
-            self._unsharded, self._versions = _whole_contents(self.unit)
+            self._unsharded, self._versions = self.unit.watch.whole_contents()
 
     def close(self) -> None:
         """Compare shards and unsharded parameters, at the end of a forward or backward.
@@ -70,7 +69,7 @@ class _Watched:
         before, self._unsharded = self._unsharded, None
         if before is None or not self.unit.is_unsharded:
             return  # it had no backward of its own, or is freed already
-        after, versions = _whole_contents(self.unit)
+        after, versions = self.unit.watch.whole_contents()
         names = [param.name for param in self.unit.params.plain]
         are_written = map(operator.ne, versions, self._versions)
         self._warn_of(list(itertools.compress(names, are_written)))
@@ -98,7 +97,7 @@ class _Watched:
         Version counters are compared as well: later passes go by them, and so refuse a write that
         changes no value.
         """
-        before, self._shards = self._shards, _fingerprints(self.unit.params.shard_memory)
+        before, self._shards = self._shards, fingerprints(self.unit.params.shard_memory)
         num_before, self._num_writes = self._num_writes, self._count_writes()
         self.is_written |= num_before != self._num_writes
         self._compare(before, self._shards, [])
@@ -145,7 +144,7 @@ class _Sample:
         self.buffers = unit.params.buffers  # other buffers need another sample
         # Not inference tensors, even if made in an inference pass: training passes write to them.
         with torch.inference_mode(False):
-            words = [_words_of(tensor) for tensor in unit.params.shard_memory if tensor.numel()]
+            words = [words_of(tensor) for tensor in unit.params.shard_memory if tensor.numel()]
             self.views = [each for each in words if each.numel() <= _MAX_COPIED]
             self.before = [torch.empty_like(view) for view in self.views]
             self.large = [each for each in words if each.numel() > _MAX_COPIED]
@@ -154,7 +153,7 @@ class _Sample:
     def take(self) -> None:
         """Take note of all shards."""
         if self.large:
-            self.sums = _fingerprints(self.large)
+            self.sums = fingerprints(self.large)
         if self.views:
             torch._foreach_copy_(self.before, self.views)
 
@@ -163,7 +162,7 @@ class _Sample:
         """True if any of the shards has other contents now."""
         if not all(map(torch.equal, self.before, self.views)):
             return True
-        return bool(self.large) and not all(map(torch.equal, self.sums, _fingerprints(self.large)))
+        return bool(self.large) and not all(map(torch.equal, self.sums, fingerprints(self.large)))
 
 
 def _may_be_ordered(unit: Unit) -> bool:
@@ -278,7 +277,7 @@ class WriteWatch:
         for unit in self._units:
             sample = self._sample_of(unit) if unit.params.is_in_place else None
             if sample is not None:
-                sample.sums = _fingerprints(sample.large)
+                sample.sums = fingerprints(sample.large)
                 views += sample.views
                 before += sample.before
         if views:  # all of them at once, which costs the host least
@@ -426,33 +425,3 @@ def _chosen_by_any(chosen: Container[Unit], among: Sequence[Unit]) -> set[Unit]:
         bits = units[0].comm.agree(bits, len(units))
         found.update(unit for number, unit in enumerate(units) if bits >> number & 1)
     return found
-
-
-def _whole_contents(unit: Unit) -> tuple[list[torch.Tensor], list[int]]:
-    """Return fingerprints and version counters of the unsharded parameters, which are in memory."""
-    whole = unit.params.unsharded_locals
-    return _fingerprints(whole), [each._version for each in whole]
-
-
-def _fingerprints(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return, for each contiguous tensor, the sums of its blocks of words: 1-D, int64.
-
-    A copy would take as much memory as the unit. A write that keeps all sums of blocks is missed.
-    """
-    found = []
-    for words in map(_words_of, tensors):
-        num_blocks, rest = divmod(words.numel(), _BLOCK)
-        blocks, tail = words.split([words.numel() - rest, rest])
-        sums = blocks.view(num_blocks, _BLOCK).sum(1, dtype=torch.int64)
-        found.append(torch.cat([sums, tail.sum(dtype=torch.int64).view(1)]))
-    return found
-
-
-def _words_of(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor's bytes as integers, 1-D. Unlike NaN, integers equal themselves."""
-    flat = tensor.detach().view(-1)
-    # 64-bit ones where size and offset allow: there are fewer to compare, and sums of them need no
-    # cast, which would take twice the memory.
-    if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0:
-        return flat.view(torch.int64)
-    return flat.view(_INTEGERS.get(flat.itemsize, torch.int64))

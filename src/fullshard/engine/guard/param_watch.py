@@ -21,7 +21,7 @@ import itertools
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -251,6 +251,10 @@ class ParamWatch:
         """Watch these unsharded parameters, which are new or have other memory."""
         self._whole, self._is_known = whole, False
 
+    def whole_contents(self) -> tuple[list[torch.Tensor], list[int]]:
+        """Return fingerprints and version counters of the unsharded parameters, which are in memory."""
+        return fingerprints(self._whole), list(map(_version, self._whole))
+
     def note_gather(self, early: bool, may_stay: bool) -> None:
         """Take note of a gather that was started.
 
@@ -362,3 +366,33 @@ class ParamWatch:
         self._known = [tensor._version for tensor in self._whole]
         self._num_known = sum(self._known)
         self._is_known = True
+
+
+# Contents
+
+_BLOCK = 1024  # a fingerprint keeps one sum per so many words
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprints(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return, for each contiguous tensor, the sums of its blocks of words: 1-D, int64.
+
+    A copy would take as much memory as the unit. A write that keeps all sums of blocks is missed.
+    """
+    found = []
+    for words in map(words_of, tensors):
+        num_blocks, rest = divmod(words.numel(), _BLOCK)
+        blocks, tail = words.split([words.numel() - rest, rest])
+        sums = blocks.view(num_blocks, _BLOCK).sum(1, dtype=torch.int64)
+        found.append(torch.cat([sums, tail.sum(dtype=torch.int64).view(1)]))
+    return found
+
+
+def words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor's bytes as integers, 1-D. Unlike NaN, integers equal themselves."""
+    flat = tensor.detach().view(-1)
+    # 64-bit ones where size and offset allow: there are fewer to compare, and sums of them need no
+    # cast, which would take twice the memory.
+    if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0:
+        return flat.view(torch.int64)
+    return flat.view(_INTEGERS.get(flat.itemsize, torch.int64))

@@ -13,6 +13,7 @@ from fullshard.engine.params.managed import (
     ManagedParameter,
     Reference,
     Slot,
+    local_of,
     mark_owner,
     said_grad_dtype,
 )
@@ -22,7 +23,7 @@ from fullshard.plan.layout import rows_per_rank
 from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import UnitConfig
 from fullshard.process_hooks import at_first_use, handle_operator
-from fullshard.torch_private import DTensorSpec, TensorMeta, local_part
+from fullshard.torch_private import DTensorSpec, TensorMeta
 
 _PRE_ALL_GATHER, _POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 RELEASES_OUTPUTS = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
@@ -54,7 +55,7 @@ class DTensorParameter(ManagedParameter):
         assert form.spec is not None
         self._spec = form.spec
         self._specs: dict[torch.dtype, DTensorSpec] = {}  # the same, by dtype of the local tensor
-        self.sharded = self._as_parameter(local_part(original.detach()), original.requires_grad)
+        self.sharded = self._as_parameter(local_of(original.detach()), original.requires_grad)
         if original._post_accumulate_grad_hooks:
             # The same dictionary, so that removing a hook there removes it here.
             self.sharded._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks

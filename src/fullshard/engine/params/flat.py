@@ -26,6 +26,7 @@ from fullshard.engine.params.managed import (
     Reference,
     ShardHolder,
     Slot,
+    local_of,
     mark_owner,
     refuse_temporary,
 )
@@ -33,7 +34,7 @@ from fullshard.errors import StateError
 from fullshard.plan.gradient_dtypes import GradientDtypes, flat_gradient_dtypes
 from fullshard.plan.layout import ParamSpec, Piece, Shape
 from fullshard.policies import MixedPrecisionPolicy, UnitConfig
-from fullshard.torch_private import DTensorSpec, local_part
+from fullshard.torch_private import DTensorSpec
 
 FLAT_PARAM = "_flat_param"  # the name on the unit's module; it is part of state dicts' keys
 
@@ -75,7 +76,7 @@ class PieceParameter(ManagedParameter):
         self._trainable = original.requires_grad
         # The piece's gradient, while the whole parameter is shown outside of forward and backward.
         self._hidden_grad: torch.Tensor | None = None
-        self.sharded = self._keep(original, owned.of(local_part(original.detach())).clone())
+        self.sharded = self._keep(original, owned.of(local_of(original.detach())).clone())
         mark_owner(original, self)
         mark_owner(self.sharded, self)
 

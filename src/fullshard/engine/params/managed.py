@@ -29,7 +29,7 @@ from fullshard.plan.gradient_dtypes import GradDtype, GradientDtypes
 from fullshard.plan.layout import ParamSpec
 from fullshard.plan.units import clean_name
 from fullshard.policies import MixedPrecisionPolicy, UnitConfig
-from fullshard.torch_private import AsyncCollectiveTensor, are_transforms_active, local_part
+from fullshard.torch_private import AsyncCollectiveTensor, are_transforms_active
 
 # Attributes of parameters. `copy.deepcopy` and `torch.utils.swap_tensors` carry them to others, so
 # the second says by `id` whose the first is.
@@ -186,7 +186,7 @@ class ManagedParameter(ShardHolder, abc.ABC):
         self._unsharded_grad_dtype = GradDtype()
         self.original: Callable[[], nn.Parameter | None] = weakref.ref(original)
         self.steps = []
-        self.shape = tuple(local_part(original).shape)
+        self.shape = tuple(local_of(original).shape)
 
     def copy(self, sharded: nn.Parameter, slots: list[Slot]) -> "ManagedParameter":
         """Return a manager for a copy of the sharded parameter that is registered in ``slots``.
@@ -456,7 +456,7 @@ class ManagedParameter(ShardHolder, abc.ABC):
         whole = whole if current is None else current  # one that somebody has put in its place
         self.show_sharded()
         grad = whole.grad
-        return local_part(whole.detach()), None if grad is None else local_part(grad)
+        return local_of(whole.detach()), None if grad is None else local_of(grad)
 
     @abc.abstractmethod
     def own_part(self, full: torch.Tensor) -> torch.Tensor:
@@ -545,6 +545,11 @@ class ManagedParameter(ShardHolder, abc.ABC):
     @abc.abstractmethod
     def move_shard(self, target: torch.Tensor) -> None:
         """Make ``target`` the memory of this rank's shard, with its values unless it is on meta."""
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor's local tensor, or the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def refuse_temporary(registered: torch.Tensor, name: str) -> None:

@@ -19,6 +19,7 @@ from fullshard.engine.params.managed import (
     ManagedParameter,
     ShardHolder,
     Slot,
+    local_of,
     mark_owner,
     owner_of,
 )
@@ -28,7 +29,6 @@ from fullshard.errors import MisuseError
 from fullshard.plan.builders import retype, rows_layout
 from fullshard.plan.layout import ParamSpec, UnitLayout
 from fullshard.policies import MixedPrecisionPolicy, UnitConfig
-from fullshard.torch_private import local_part
 
 
 class UnitParams:
@@ -316,7 +316,7 @@ class UnitParams:
         # This list has a reference to each of them from now on, so it is filled before `look_after`
         # counts references, and changed nowhere else.
         self.unsharded_locals = [
-            local_part(param.unsharded) for param in self.plain if param.unsharded is not None
+            local_of(param.unsharded) for param in self.plain if param.unsharded is not None
         ]
         self.are_plain = self.extended is None and all(
             param.form.unsharded is None for param in self.plain
