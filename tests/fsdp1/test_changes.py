@@ -157,14 +157,13 @@ def _linears(*sizes: tuple[int, int]) -> nn.Sequential:
 
 
 @pytest.mark.ours("values are lost")
-@pytest.mark.parametrize("in_units", [False, True])
-@orig_params
+@pytest.mark.parametrize(
+    ("use_orig_params", "in_units"), [(True, False), (True, True), (False, True)]
+)
 @on_ranks(2)
 def test_parameters_that_exchange_their_memory_exchange_their_values(
     api: Api, use_orig_params: bool, in_units: bool
 ) -> None:
-    if not (use_orig_params or in_units):
-        return  # one flat parameter has nothing to exchange with
     # In one unit the first rank has the whole of the first two, the second rank the third.
     sizes = [(4, 4), (4, 4), (4, 8)]
     alone, inner = _linears(*sizes), _linears(*sizes)
@@ -182,11 +181,17 @@ def test_parameters_that_exchange_their_memory_exchange_their_values(
 
 
 @pytest.mark.ours("other words")
+@pytest.mark.parametrize("keeps_address", [False, True])
 @on_ranks(2)
-def test_piece_of_another_shape_is_refused_by_name(api: Api) -> None:
+def test_piece_of_another_shape_is_refused_by_name(api: Api, keeps_address: bool) -> None:
     model = wrap(api, _linears((4, 4), (4, 4)), use_orig_params=True, auto_wrap_policy=None)
+    model(torch.randn(2, 4)).sum().backward()
+    model.zero_grad()
     first, second = model.parameters()  # each rank has the whole of one, nothing of the other
-    first.data, second.data = second.data, first.data
+    if keeps_address:
+        first.data = first.data.view(2, -1)
+    else:
+        first.data, second.data = second.data, first.data
     with pytest.raises(StateError, match=r"0\.weight"):
         model(torch.randn(2, 4))
 
