@@ -292,21 +292,6 @@ def test_public_holds_public_names_and_nothing_else() -> None:
     assert set(ast.literal_eval(names.value)) == imported
 
 
-def test_init_imports_nothing_that_is_slow() -> None:
-    # The import for type checkers is none; tests/test_imports.py looks at what is there after it.
-    body = ast.parse((SOURCE / "__init__.py").read_text()).body
-    functions = {
-        node.name for node in _nodes(SOURCE / "__init__.py") if isinstance(node, ast.FunctionDef)
-    }
-    assert functions == {"__getattr__", "__dir__"}
-    outside = [node for node in body if isinstance(node, ast.ImportFrom | ast.Import)]
-    assert [ast.unparse(node) for node in outside] == [
-        "import importlib",
-        "from typing import TYPE_CHECKING, Any",
-        "from fullshard.versions import VERSION, check_torch_version",
-    ]
-
-
 @pytest.mark.parametrize("package", PACKAGES, ids=_name)
 def test_no_package_binds_a_name_of_its_submodules(package: Path) -> None:
     # `import fullshard.trace` and `fullshard.trace` would be two things, by the order of imports.
@@ -321,19 +306,6 @@ def test_no_package_binds_a_name_of_its_submodules(package: Path) -> None:
         elif isinstance(node, ast.Assign):
             bound |= {ast.unparse(target) for target in node.targets}
     assert not bound & submodules
-
-
-def test_file_map_matches_the_tree() -> None:
-    # Lines of the form `  engine/unit.py   what it is`, inside code blocks.
-    blocks = re.findall(r"```.*?\n(.*?)```", (ROOT / "docs/code.md").read_text(), flags=re.DOTALL)
-    lines = re.findall(r"^ *([\w/]+\.py) {2,}\S", "\n".join(blocks), flags=re.MULTILINE)
-    described = [line.removeprefix("src/fullshard/") for line in lines]
-    there = [_name(module) for module in MODULES if module.read_text().strip()]
-    inits = {name for name in there if name.endswith("/__init__.py")}
-    assert len(described) == len(set(described))
-    assert set(described) <= set(there)
-    # A room's docstring may stand for itself.
-    assert set(there) - inits - set(described) == set()
 
 
 # The most lines of source that each room may have; "top" are the files beside them. To raise one is no fault,

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from fullshard.errors import DivergenceError
+from fullshard.errors import DivergenceError, PeerTimeoutError
 from fullshard.peers import flight_record, waits
 from fullshard.peers.flight_record import FlightRecord
 from fullshard.peers.waits import wait_comparing
@@ -92,7 +92,9 @@ class _Watchdog:
         """Do nothing."""
         return contextlib.nullcontext()
 
-    board = types.SimpleNamespace(unreached=frozenset())
+    board = types.SimpleNamespace(
+        unreached=frozenset(), read=lambda ranks: {}, processes=lambda ranks: {}
+    )
 
     def check(self) -> None:
         """Do nothing."""
@@ -117,3 +119,19 @@ def test_collective_that_ends_as_a_wait_times_out_has_not_failed(num_waits: int)
 def test_failure_of_a_collective_is_its_own_words(num_waits: int) -> None:
     with pytest.raises(RuntimeError, match="Connection closed"):
         _wait(_Work(num_waits, "Connection closed"))
+
+
+@pytest.mark.parametrize("num_waits", [1, 3])
+@pytest.mark.parametrize(
+    "error",
+    ["Timed out waiting 10000ms for recv", "Application timeout caused pair closure"],
+    ids=["its-own", "of-another-wait-for-that-rank"],
+)
+def test_time_of_the_backend_is_over_for_the_ranks_that_are_late(
+    num_waits: int, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of the backend's words say so, they are no sign that a rank has ended."""
+    monkeypatch.setattr(waits.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(waits.dist, "get_world_size", lambda: 2)
+    with pytest.raises(PeerTimeoutError, match="rank 1"):
+        _wait(_Work(num_waits, error))
