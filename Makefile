@@ -103,7 +103,7 @@ train: $(TRAIN) ## train a 10M-parameter language model on this machine's device
 test: style ## format check, lint, types and every test that is not marked long
 	@$(MAKE) --no-print-directory -j2 types pytest
 
-test-all: style ## the same with the long tests; the result goes into tests/RESULTS.md
+test-all: style ## the same with the long tests
 	@$(MAKE) --no-print-directory -j2 types pytest-all
 
 # In an environment of its own, unless VENV is given: `.venv` stays with the pinned torch.
@@ -114,7 +114,7 @@ pytest: $(TEST)
 	$(PYTEST) $(PARALLEL) -m "not long" $(PYTEST_ARGS)
 
 pytest-all: $(WEIGHTS) $(EXAMPLES) $(DOCS)
-	$(PYTEST) $(PARALLEL) --record tests/RESULTS.md --record-torch=$(COMPATIBILITY) $(PYTEST_ARGS)
+	$(PYTEST) $(PARALLEL) --record-torch=$(COMPATIBILITY) $(PYTEST_ARGS)
 
 # With "=", lest pytest takes the page for a folder of tests before it knows the option.
 pytest-torch: $(if $(LONG),$(WEIGHTS),$(TEST))

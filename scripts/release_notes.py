@@ -2,7 +2,7 @@
 
     python3 scripts/release_notes.py v0.1.0
 
-Exits 1, saying what to change, if the tag, pyproject.toml, `fullshard.__version__` and CHANGELOG.md do not agree. Uses the
+Exits 1, saying what to change, if the tag, `VERSION` in src/fullshard/versions.py and CHANGELOG.md do not agree. Uses the
 standard library alone, and imports nothing of fullshard.
 """
 
@@ -22,14 +22,11 @@ def notes_of(tag: str, root: Path = ROOT) -> str:
     version = tag.removeprefix("v")
     if version == tag:
         raise ReleaseError(f"{tag}: a tag of a release begins with v, such as v0.1.0")
-    for name, pattern in (
-        ("pyproject.toml", r'(?m)^version = "(.*)"$'),
-        ("src/fullshard/versions.py", r'(?m)^VERSION = "(.*)"$'),
-    ):
-        found = re.search(pattern, (root / name).read_text())
-        if found is None or found[1] != version:
-            there = found[1] if found else "no version"
-            raise ReleaseError(f"{tag}: {name} has {there}. Change it, or the tag.")
+    name = "src/fullshard/versions.py"
+    found = re.search(r'(?m)^VERSION = "(.*)"$', (root / name).read_text())
+    if found is None or found[1] != version:
+        there = found[1] if found else "no version"
+        raise ReleaseError(f"{tag}: {name} has {there}. Change it, or the tag.")
     changelog = (root / "CHANGELOG.md").read_text()
     part = re.search(rf"(?ms)^## {re.escape(version)}(?: .*?)?$(.*?)(?=^## |\Z)", changelog)
     if part is None or not part[1].strip():

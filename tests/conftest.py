@@ -36,12 +36,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the behaviour and parity tests on this implementation (default: ours)",
     )
     parser.addoption(
-        "--record",
-        metavar="FILE",
-        type=Path,
-        help="write the result there, unless tests were selected",
-    )
-    parser.addoption(
         "--record-torch",
         metavar="FILE",
         type=Path,
@@ -58,8 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "apis(*names): the only implementations for which this test has a meaning",
     ):
         config.addinivalue_line("markers", mark)
-    is_worker = hasattr(config, "workerinput")
-    if not is_worker and (config.getoption("--record") or config.getoption("--record-torch")):
+    if not hasattr(config, "workerinput") and config.getoption("--record-torch"):
         config.pluginmanager.register(_Recorder())
 
 
@@ -68,34 +61,25 @@ class _Recorder:
 
     def __init__(self) -> None:
         self._began, self._clock = datetime.now(timezone.utc), time.monotonic()
-        self._load, self._commit = os.getloadavg()[0], recording.commit()
 
     def pytest_terminal_summary(
         self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
     ) -> None:
-        """Write the records, unless some tests were left out."""
-        stats = terminalreporter.stats
-        marks = config.option.markexpr
+        """Write the row of this torch, unless some tests were left out."""
+        option = config.option
         is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-        if not is_whole or marks not in ("", WITHOUT_LONG) or config.option.keyword:
+        is_whole = is_whole and not option.keyword and not getattr(option, "splits", None)
+        if not is_whole or option.markexpr not in ("", WITHOUT_LONG):
             return
-        kinds = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
-        run = recording.Run(
-            began=f"{self._began:%Y-%m-%d %H:%M}",
-            commit=self._commit,
-            machine=recording.machine(),
-            load=(self._load, os.getloadavg()[0]),
-            seconds=time.monotonic() - self._clock,
-            counts={kind: len(stats[kind]) for kind in kinds if kind in stats},
-            failed=[
-                report.nodeid for kind in ("failed", "error") for report in stats.get(kind, ())
-            ],
+        row = recording.torch_row(
+            torch.__version__,
+            f"{self._began:%Y-%m-%d}",
+            time.monotonic() - self._clock,
+            {kind: len(reports) for kind, reports in terminalreporter.stats.items()},
+            has_long=not option.markexpr,
         )
-        if (file := config.getoption("--record")) and not marks:
-            file.write_text(str(run))
-        if file := config.getoption("--record-torch"):
-            row = recording.torch_row(run, torch.__version__, has_long=not marks)
-            file.write_text(recording.with_row(file.read_text(), row))
+        file = config.getoption("--record-torch")
+        file.write_text(recording.with_row(file.read_text(), row))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
