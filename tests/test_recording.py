@@ -58,7 +58,7 @@ def test_a_run_of_all_tests_is_recorded_and_a_selection_is_not(tmp_path: Path) -
 
     def run(*selection: str) -> None:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2"]
-        command += ["-o", f"testpaths={tmp_path}"]
+        command += ["-p", "tests.conftest", "-o", f"testpaths={tmp_path}"]
         command += [f"--record-torch={versions}"]
         done = subprocess.run(
             [*command, *selection], cwd=root, capture_output=True, text=True, check=False
