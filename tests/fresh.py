@@ -94,8 +94,12 @@ main()
 """
 
 
+# What is imported is frozen: a fork that ends would look through all of it for garbage, for some 3 s.
 _SERVER = """
-import json, os, sys
+import gc, json, os, sys
+
+gc.collect()
+gc.freeze()
 
 def start(program, variables, out, err, folder):
     if child := os.fork():

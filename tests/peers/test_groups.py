@@ -27,6 +27,7 @@ def test_no_group_is_the_job_or_this_rank_alone() -> None:
     last = dist.new_group([1, 2])
     assert place_in_job() == (rank(), 3)
     assert place_in(None) == (0, 1)
+    dist.barrier()  # a rank that leaves the group while another still connects ends that with an error
     if isinstance(last, dist.ProcessGroup):
         assert place_in(last) == place_in_job(last) == (rank() - 1, 2)
         dist.destroy_process_group(last)
