@@ -16,5 +16,6 @@ Run them from the repository root, on Linux (memory is read from /proc). Every s
 `bench/results`, which git ignores: what is worth keeping is added by `git add --force`. The other files are shared by them: `model`
 (what is trained), `implementations` and `zero3` (who trains it), `ranks` (the processes), `resident`
 and `tensor_bytes` (two ways to measure memory), `goals` (what ours should reach), `tables` (printing
-and JSON). `LOG.md` records what each change was expected to do and what it did.
+and JSON). `LOG.md` has the decisions that stand for speed and memory, with what was rejected and
+what was measured.
 """
