@@ -31,7 +31,7 @@ def notes_of(tag: str, root: Path = ROOT) -> str:
     part = re.search(rf"(?ms)^## {re.escape(version)}(?: .*?)?$(.*?)(?=^## |\Z)", changelog)
     if part is None or not part[1].strip():
         raise ReleaseError(
-            f'{tag}: CHANGELOG.md has nothing under "## {version}". Call what is under "Unreleased" so.'
+            f'{tag}: CHANGELOG.md has nothing under "## {version}". Write it by "towncrier build --version {version}".'
         )
     return part[1].strip()
 
