@@ -30,6 +30,12 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest
 
 COMPATIBILITY := docs/compatibility.md
 
+# What `make quick` runs: what is pure, and of the other rooms the file that a mistake reaches first.
+QUICK := $(addprefix tests/,plan comm errors optim silent parity batches deferred \
+	engine/test_iteration.py engine/test_parameters.py engine/test_communication.py fsdp1/test_wrapper.py \
+	state/test_agreement.py live/test_whole.py peers/test_flight_record.py checkpoint/test_fit.py \
+	test_architecture.py test_imports.py test_torch_private.py test_versions.py test_walks.py)
+
 # Stamps: each is remade only when what it depends on changes.
 BASE := $(VENV)/.stamp-torch
 TRAIN := $(VENV)/.stamp-train
@@ -40,7 +46,7 @@ DOCS := .venv-docs/.stamp
 WEIGHTS := $(VENV)/.stamp-weights
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-torch parity bench gpu-check package docs format lint style types pytest pytest-all pytest-torch clean
+.PHONY: help train quick test test-all test-torch parity bench gpu-check package docs format lint style types pytest pytest-quick pytest-all pytest-torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -99,6 +105,9 @@ $(DOCS): constraints.txt scripts/docs_requirements.txt scripts/bootstrap_venv.py
 train: $(TRAIN) ## train a 10M-parameter language model on this machine's devices
 	@$(BIN)/fullshard train $(ARGS)
 
+quick: style ## format check, lint, types and the fast tests of each room, in under two minutes
+	@$(MAKE) --no-print-directory -j2 types pytest-quick
+
 # Types are checked beside the tests, which leave processors idle while ranks wait for each other.
 test: style ## format check, lint, types and every test that is not marked long
 	@$(MAKE) --no-print-directory -j2 types pytest
@@ -112,6 +121,9 @@ test-torch: ## the tests on TORCH=2.15.0, with LONG=1 the long ones too; the res
 
 pytest: $(TEST)
 	$(PYTEST) $(PARALLEL) -m "not long" $(PYTEST_ARGS)
+
+pytest-quick: $(TEST)
+	$(PYTEST) $(PARALLEL) -m "not long" $(QUICK) $(PYTEST_ARGS)
 
 pytest-all: $(WEIGHTS) $(EXAMPLES) $(DOCS)
 	$(PYTEST) $(PARALLEL) --record-torch=$(COMPATIBILITY) $(PYTEST_ARGS)

@@ -24,6 +24,7 @@ import fullshard
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+_MAKEFILE = (ROOT / "Makefile").read_text()
 WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
 RELEASE = runpy.run_path(str(ROOT / "scripts" / "release_notes.py"), run_name="release_notes")
 LEFT_OUT = {".ci", ".pre-commit-config.yaml", ".gitattributes"}  # of what is tracked
@@ -254,7 +255,7 @@ def test_a_release_waits_for_all_tests() -> None:
 
 
 def test_workflows_call_what_is_there() -> None:
-    targets = {*re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)}
+    targets = {*re.findall(r"^([a-z-]+):.*## ", _MAKEFILE, re.MULTILINE)}
     called = [line for path in WORKFLOWS for line in path.read_text().splitlines()]
     for line in called:
         for target in re.findall(r"\bmake ([a-z-]+)", line.partition("#")[0]):
@@ -262,6 +263,11 @@ def test_workflows_call_what_is_there() -> None:
         for script in re.findall(r"\bscripts/\w+\.py", line):
             assert (ROOT / script).exists()
     assert len(called) > 50
+
+
+def test_the_fast_tests_are_there() -> None:
+    (paths,) = re.findall(r"(?ms)^QUICK := \$\(addprefix tests/,(.*?)\)$", _MAKEFILE)
+    assert all((ROOT / "tests" / path).exists() for path in paths.replace("\\", "").split())
 
 
 def test_forms_ask_for_commands_that_are_there() -> None:
