@@ -190,7 +190,7 @@ def test_pytorchs_fsdp_is_imported_by_install_alone(module: Path) -> None:
 _OF_CUDA = ("engine/runtime.py", "comm/collectives.py", "comm/cuda_ipc.py")
 
 
-@every_module(but=(*_OF_CUDA, "tools/doctor/devices.py"))
+@every_module(but=(*_OF_CUDA, "tools/doctor/machine.py"))
 def test_cuda_is_used_in_the_runtime_alone(module: Path) -> None:
     names = {*_imports(module), *_attributes(module)}
     assert not {name for name in names if _is_within(name, "torch.cuda")}
