@@ -94,15 +94,15 @@ def test_a_rank_that_finds_no_meeting_place_says_so(port: int) -> None:
 _LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))"
 
 
-@pytest.mark.parametrize("limit", [pytest.param(70, marks=pytest.mark.long), 20])
+@pytest.mark.parametrize("limit", [pytest.param(70, marks=pytest.mark.long), 10])
 def test_too_few_open_files_are_found(limit: int) -> None:
-    """With 70 a rank runs, but could not hold a model; with 20 none can be started."""
+    """With 70 a rank runs, but could not hold a model; with 10 none can be started."""
     result = _doctor("--ranks", "1", "--json", before=_LIMITED.format(limit))
     assert result.code == 1, result.err
     found = _findings(result)
     assert found["open-files"]["severity"] == "problem"
     assert f"limit {limit}," in found["open-files"]["measured"]
-    assert ("start" in found) == (limit == 20)
+    assert ("start" in found) == (limit == 10)
 
 
 _ELSEWHERE = """

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.host import boot_id, pid_namespace, read_addresses, read_quotas
+from fullshard.local_ranks import LAUNCHER_PID
 from fullshard.tools.doctor.facts import Device, Devices, Limits, Machine, RankFacts
 from fullshard.tools.launch import Place
 from fullshard.versions import VERSION
@@ -27,7 +28,6 @@ _NAMES = {
     *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LD_PRELOAD"),
 }
-_OWN = ("FULLSHARD_LAUNCHER_PID",)  # tools/launch.py
 
 
 def look_at_rank(place: Place, environment: Mapping[str, str]) -> RankFacts:
@@ -54,7 +54,7 @@ def relevant(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environment.items())
-        if (name.startswith(_PREFIXES) or name in _NAMES) and name not in _OWN
+        if (name.startswith(_PREFIXES) or name in _NAMES) and name != LAUNCHER_PID
     }
 
 
