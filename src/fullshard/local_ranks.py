@@ -8,6 +8,9 @@ from collections.abc import Mapping
 
 import torch
 
+LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
+"""Environment variable that tells a rank whose child it must be."""
+
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 

@@ -85,7 +85,9 @@ def test_without_the_extra_packages_the_command_says_what_to_install() -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert line.startswith("fullshard: the command line needs jinja2, matplotlib, numpy, rich, ty")
+    assert line.startswith(
+        "fullshard: the command line needs jinja2, matplotlib, numpy, psutil, rich, ty"
+    )
     assert line.endswith('pip install "fullshard[train]"')
 
 

@@ -21,9 +21,8 @@ from typer.testing import CliRunner
 from fullshard.tools import cli
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
-from fullshard.tools.launchers import by_torchrun, kubernetes, ray, sky, slurm
 from fullshard.tools.launchers.request import Request, plain, program_of
-from fullshard.tools.launchers.yaml_text import to_yaml
+from fullshard.tools.launchers.texts import text_for
 from tests.tools.processes import TINY, Run, environment, kill, losses
 
 ROOT = Path(__file__).parents[2]
@@ -120,7 +119,7 @@ def test_the_text_says_which_command_printed_it(monkeypatch: pytest.MonkeyPatch)
 
 def test_slurm_is_told_what_a_host_has() -> None:
     def options(**more: Any) -> list[str]:
-        text = slurm.script(Request("slurm", PROGRAM, nodes=2, ranks_per_node=4, **more))
+        text = text_for(Request("slurm", PROGRAM, nodes=2, ranks_per_node=4, **more))
         header = text.partition("\nset -euo")[0].splitlines()
         assert header[0] == "#!/bin/bash"
         return [line.removeprefix("#SBATCH ") for line in header if line.startswith("#SBATCH ")]
@@ -135,20 +134,20 @@ def test_slurm_is_told_what_a_host_has() -> None:
 
 
 def test_ranks_that_start_again_do_not_meet_the_ones_before() -> None:
-    for kind, script in (("torchrun", by_torchrun.script), ("slurm", slurm.script)):
-        again = script(Request(kind, PROGRAM, restarts=2, setup="module load x\nmodule load y"))
+    for kind in ("torchrun", "slurm"):
+        again = text_for(Request(kind, PROGRAM, restarts=2, setup="module load x\nmodule load y"))
         assert (
             "\nmodule load x\nmodule load y\nexport TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 " in again
         )
         assert " --max-restarts 2 \\\n" in again
-        assert "RDZV" not in script(Request(kind, PROGRAM))
+        assert "RDZV" not in text_for(Request(kind, PROGRAM))
 
 
 @pytest.mark.parametrize("more", [{}, {"volume": "data:/data"}, {"on_cpu": True}], ids=str)
 def test_kubeflow_takes_the_train_job(more: dict[str, Any]) -> None:
     reason = "kubeflow-trainer-api, Kubeflow's models of its manifests, is not installed"
     models = pytest.importorskip("kubeflow_trainer_api.models", reason=reason)
-    job = yaml.safe_load(kubernetes.manifest(Request(**K8S, **more)))
+    job = yaml.safe_load(text_for(Request(**K8S, **more)))
     # Fields that its schema does not have are dropped on the way, so the two would differ.
     assert models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job
     trainer = job["spec"]["trainer"]
@@ -161,8 +160,8 @@ def test_kubeflow_takes_the_train_job(more: dict[str, Any]) -> None:
 @pytest.mark.parametrize("on_cpu", [False, True], ids=["gpu", "cpu"])
 def test_the_task_for_skypilot_has_documented_fields(on_cpu: bool, tmp_path: Path) -> None:
     request = Request("sky", PROGRAM, nodes=2, gpu="" if on_cpu else "H100", on_cpu=on_cpu)
-    (tmp_path / "task.yaml").write_text(sky.task(request))
-    task = yaml.safe_load(sky.task(request))
+    (tmp_path / "task.yaml").write_text(text_for(request))
+    task = yaml.safe_load(text_for(request))
     resources = set() if on_cpu else {"resources"}
     assert task.keys() == {"name", "num_nodes", "workdir", "setup", "run"} | resources
     assert task["num_nodes"] == 2
@@ -176,13 +175,13 @@ def test_skypilot_takes_the_task(tmp_path: Path) -> None:
     )
     for number, more in enumerate(({"gpu": "H100"}, {"on_cpu": True, "setup": "pip install x"})):
         file = tmp_path / f"{number}.yaml"
-        file.write_text(sky.task(Request("sky", PROGRAM, nodes=2, **more)))
+        file.write_text(text_for(Request("sky", PROGRAM, nodes=2, **more)))
         assert package.Task.from_yaml(str(file)).num_nodes == 2
 
 
 def test_ray_is_given_every_word() -> None:
     words = ("train.py", "--text", 'a "b" \\ {c}\nd')
-    text = ray.program(Request("ray", words, nodes=2, ranks_per_node=3, restarts=5))
+    text = text_for(Request("ray", words, nodes=2, ranks_per_node=3, restarts=5))
     (listed,) = re.findall(r"(?s)^PROGRAM = (\[.*?^\])$", text, re.MULTILINE)
     assert ast.literal_eval(listed) == list(words)
     assert "ScalingConfig(num_workers=6, use_gpu=True)" in text
@@ -191,14 +190,13 @@ def test_ray_is_given_every_word() -> None:
 
 
 def test_yaml_is_read_back_as_it_was() -> None:
-    value = {
-        "text": "yes: 'no' # \"\\ \u00e9\u2028",
-        "several": "a\n\n  b\n",
-        "numbers": [1, 2.5, True, None],
-        "nested": {"list": [{"a": {"b": [{"c": "1"}]}}, {"d": []}]},
-        "nvidia.com/gpu": 8,
-    }
-    assert yaml.safe_load(to_yaml(value)) == value
+    words = ("train.py", "yes: 'no' # \"\\ \u00e9", "a\n\n  b", "$HOME")
+    job = yaml.safe_load(text_for(Request(**{**K8S, "program": words})))
+    assert _as_kubernetes_does(job["spec"]["trainer"]["command"])[1:] == list(words)
+    setup = "module load 'x: #'\n\n  y"
+    task = yaml.safe_load(text_for(Request("sky", words, gpu="L4", setup=setup)))
+    assert shlex.split(task["run"])[-len(words) :] == list(words)
+    assert task["setup"] == f"{setup}\npython -c 'import fullshard'\n"
 
 
 # It runs as it stands: two "hosts" of one rank each, both of them this one
@@ -252,7 +250,7 @@ def _run(folder: Path, *lines: list[str], variables: list[Mapping[str, str]]) ->
 def _run_slurm(folder: Path, program: tuple[str, ...]) -> None:
     job = _free_job()
     request = Request("slurm", program, nodes=2, ranks_per_node=1, on_cpu=True, setup="set -x")
-    (folder / "run.sbatch").write_text(slurm.script(request))
+    (folder / "run.sbatch").write_text(text_for(request))
     given = {"SLURM_JOB_ID": job, "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[01-02]"}
     _run(folder, ["bash", "run.sbatch"], variables=[given])
 
@@ -270,16 +268,14 @@ def _free_job() -> str:
 
 def _run_torchrun(folder: Path, program: tuple[str, ...]) -> None:
     request = Request("torchrun", program, nodes=2, ranks_per_node=1)
-    (folder / "run.sh").write_text(by_torchrun.script(request))
+    (folder / "run.sh").write_text(text_for(request))
     given = {"HEAD": "localhost", "PORT": str(_free_port())}
     _run(folder, ["bash", "run.sh"], ["bash", "run.sh"], variables=[given, given])
 
 
 def _run_k8s(folder: Path, program: tuple[str, ...]) -> None:
     """Give each "pod" what the plugin of Kubeflow's runtime torch-distributed gives it."""
-    job = yaml.safe_load(
-        kubernetes.manifest(Request(**{**K8S, "program": program}, ranks_per_node=1))
-    )
+    job = yaml.safe_load(text_for(Request(**{**K8S, "program": program}, ranks_per_node=1)))
     line = _as_kubernetes_does(job["spec"]["trainer"]["command"])
     common = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
     common["PET_MASTER_PORT"] = str(_free_port())
@@ -288,7 +284,7 @@ def _run_k8s(folder: Path, program: tuple[str, ...]) -> None:
 
 
 def _run_sky(folder: Path, program: tuple[str, ...]) -> None:
-    task = yaml.safe_load(sky.task(Request("sky", program, nodes=2, ranks_per_node=1, gpu="L4")))
+    task = yaml.safe_load(text_for(Request("sky", program, nodes=2, ranks_per_node=1, gpu="L4")))
     line = ["bash", "-euc", task["run"].replace("29500", str(_free_port()))]
     common = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2"}
     common["SKYPILOT_NUM_GPUS_PER_NODE"] = "1"
@@ -300,7 +296,7 @@ def _run_sky(folder: Path, program: tuple[str, ...]) -> None:
 def test_torchrun_starts_again_and_the_run_goes_on(tmp_path: Path) -> None:
     program = program_of(["train", *TINY, "--steps", "40", "--out", "run"], goes_on=True)
     program = (*program, "--save-every", "5", "--trace-steps", "0")
-    text = by_torchrun.script(Request("torchrun", program, ranks_per_node=2, restarts=1))
+    text = text_for(Request("torchrun", program, ranks_per_node=2, restarts=1))
     (tmp_path / "run.sh").write_text(text)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     process = subprocess.Popen(
@@ -371,7 +367,7 @@ _NO_RAY = "Ray is not installed: pip install 'ray[train]'"
 def test_ray_runs_what_is_printed_for_it(tmp_path: Path) -> None:
     pytest.importorskip("ray.train", reason=_NO_RAY)
     program = program_of(["train", *SHORT, "--out", "run"], goes_on=True)
-    text = ray.program(Request("ray", program, ranks_per_node=2, on_cpu=True))
+    text = text_for(Request("ray", program, ranks_per_node=2, on_cpu=True))
     (tmp_path / "run.py").write_text(text)
     _run(tmp_path, [sys.executable, "run.py"], variables=[{}])
     assert len(losses(tmp_path / "run")) == 3

@@ -6,7 +6,6 @@ threads, and what OpenMP and CUDA have begun in the parent does not work in its 
 
 import contextlib
 import itertools
-import os
 import selectors
 import signal
 import time
@@ -16,10 +15,10 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from fullshard.errors import LaunchError
-from fullshard.launching.processes import Output, Process, end_all
+from fullshard.launching.processes import FunctionProcess, Meeting, Output, end_all
 from fullshard.launching.rank import Raised, Returned, Task
 from fullshard.launching.travel import pack, unpack
-from fullshard.local_ranks import num_gpus, threads_for
+from fullshard.local_ranks import num_gpus
 
 T = TypeVar("T")
 
@@ -76,18 +75,15 @@ def launch(
         raise LaunchError(
             f"launch({what}) cannot send what it was given: {error}"
         ) from error.__cause__
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     uses_gpus = backend != "gloo" and num_gpus() >= ranks
     task = Task(
         rank=0,
         ranks=ranks,
-        launcher_pid=os.getpid(),
-        port=store.port,
         backend=backend or ("cpu:gloo,cuda:nccl" if uses_gpus else "gloo"),
         uses_gpu=uses_gpus,
         what=what,
     )
-    return [unpack(result.value) for result in _run(task, packed, _environment(task, threads))]
+    return [unpack(result.value) for result in _run(task, packed, Meeting(ranks, threads))]
 
 
 def _check(function: object, what: str, ranks: int) -> None:
@@ -112,27 +108,14 @@ def _check(function: object, what: str, ranks: int) -> None:
         )
 
 
-def _environment(task: Task, threads: int | None) -> dict[str, str]:
-    """Return what ranks find in their environment, but for their own numbers."""
-    shared = {
-        "WORLD_SIZE": task.ranks,
-        "LOCAL_WORLD_SIZE": task.ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": task.port,
-        "OMP_NUM_THREADS": threads or threads_for(task.ranks, os.environ),
-        "PYTHONUNBUFFERED": 1,
-    }
-    return {**os.environ, **{name: str(value) for name, value in shared.items()}}
-
-
-def _run(task: Task, packed: bytes, environment: Mapping[str, str]) -> list[Returned]:
+def _run(task: Task, packed: bytes, meeting: Meeting) -> list[Returned]:
     """Start the ranks, and see them to their end."""
-    processes: list[Process] = []
+    processes: list[FunctionProcess] = []
     endings: dict[int, _Ending] = {}
     try:
         for rank in range(task.ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(Process(rank, {**environment, **own}))
+            environment = meeting.environment(rank)
+            processes.append(FunctionProcess(rank, environment))
         for process in processes:
             process.tell(task._replace(rank=process.rank), packed)
         _follow(processes, endings)
@@ -149,7 +132,7 @@ def _run(task: Task, packed: bytes, environment: Mapping[str, str]) -> list[Retu
     return [ending for _, ending in sorted(endings.items()) if isinstance(ending, Returned)]
 
 
-def _follow(processes: list[Process], endings: dict[int, _Ending]) -> None:
+def _follow(processes: list[FunctionProcess], endings: dict[int, _Ending]) -> None:
     """Show what ranks write and note how each ends, until all have, or for a moment after a failure."""
     deadline = float("inf")
     with selectors.DefaultSelector() as selector:
@@ -165,7 +148,10 @@ def _follow(processes: list[Process], endings: dict[int, _Ending]) -> None:
                 if output.has_ended:
                     selector.unregister(output.pipe)
             # What a process has started may hold its connection, so that its end does not show there.
-            for process in {*have_ended, *(each for each in ready if isinstance(each, Process))}:
+            for process in {
+                *have_ended,
+                *(each for each in ready if isinstance(each, FunctionProcess)),
+            }:
                 if process.rank not in endings:
                     endings[process.rank] = process.message() or _Died(process.pid, process.wait())
                     selector.unregister(process.connection)

@@ -1,18 +1,30 @@
-"""The processes of ranks that `fullshard.launch` starts: their start, what they write, their end."""
+"""Processes of ranks of this machine, for whoever starts some: their start, what they write, their end.
+
+Each is in a session of its own, so that it and all it starts can be ended together. The Ctrl-C of a terminal and the
+stop button of a notebook reach the caller alone, who ends it. None outlives the caller: `die_with_launcher`.
+"""
 
 import codecs
 import contextlib
+import datetime
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import IO, Any
+
+import torch.distributed as dist
+
+from fullshard.local_ranks import LAUNCHER_PID, threads_for
 
 END_S = 2.0  # between the request to end and the kill
 _READ_NBYTES = 1 << 16
+_CONNECT = datetime.timedelta(
+    seconds=10
+)  # to a store of this process, and no longer: it may have no files left
 
 # A Python that knows nothing of the caller's: it runs no `__main__` again, so that a script needs no guard.
 _PROGRAM = """
@@ -23,6 +35,152 @@ sys.path[:] = connection.recv()
 from fullshard.launching.rank import serve
 serve(connection)
 """
+
+
+class Meeting:
+    """Where ranks of this machine meet: a store of the caller's, which lives as long as this does.
+
+    threads: of a rank's computations; None for the processors in equal parts, or what OMP_NUM_THREADS says.
+    """
+
+    def __init__(self, ranks: int, threads: int | None = None) -> None:
+        self.ranks = ranks
+        self._threads = threads or threads_for(ranks, os.environ)
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_CONNECT
+        )
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Return what a rank finds in its environment, in the words of torchrun."""
+        place: dict[str, object] = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": self.ranks,
+            "LOCAL_WORLD_SIZE": self.ranks,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": self._store.port,
+            "OMP_NUM_THREADS": self._threads,
+            LAUNCHER_PID: os.getpid(),
+        }
+        return {**os.environ, **{name: str(value) for name, value in place.items()}}
+
+
+class Process:
+    """A rank's process."""
+
+    def __init__(
+        self, rank: int, command: Sequence[str], environment: Mapping[str, str], **options: Any
+    ) -> None:
+        self.rank = rank
+        self._popen = subprocess.Popen(
+            command, env=dict(environment), start_new_session=True, **options
+        )
+        self.pid = self._popen.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Return how it ended, negative for a signal; None while it runs.
+
+        The system goes on counting it among its processes, so that its number stays taken and `signal`
+        reaches no stranger.
+        """
+        if self._popen.returncode is not None:
+            return self._popen.returncode
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def signal(self, number: int) -> None:
+        """Send a signal to it, and to all that it started and that is in its session."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def kill(self) -> None:
+        """End it, and all that it started, however it has ended itself."""
+        self.signal(signal.SIGKILL)
+        self._popen.wait()
+
+
+def wait_for_end(processes: Collection[Process], within_s: float) -> bool:
+    """Wait until all have ended; return whether they have."""
+    deadline = time.monotonic() + within_s
+    while any(process.exit_code is None for process in processes):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def end_all(processes: Collection[Process], within_s: float = END_S) -> None:
+    """End processes that still run: by request, then by force. Nothing of theirs runs after it."""
+    try:
+        for process in processes:
+            if process.exit_code is None:
+                process.signal(signal.SIGTERM)
+        wait_for_end(processes, within_s)
+    finally:  # also if a second Ctrl-C comes
+        for process in processes:
+            process.kill()
+
+
+class FunctionProcess(Process):
+    """A process that gets a function to call, sends what came of it, and whose output is shown by the caller."""
+
+    def __init__(self, rank: int, environment: Mapping[str, str]) -> None:
+        self.connection, theirs = multiprocessing.Pipe()
+        try:
+            super().__init__(
+                rank,
+                [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
+                {**environment, "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=[theirs.fileno()],
+            )
+        except BaseException:
+            self.connection.close()
+            raise
+        finally:
+            theirs.close()
+        assert self._popen.stdout is not None
+        assert self._popen.stderr is not None
+        prefix = f"[rank {rank}] " if rank else ""
+        self.outputs = [
+            Output(self._popen.stdout, "stdout", prefix),
+            Output(self._popen.stderr, "stderr", prefix),
+        ]
+
+    def tell(self, task: object, packed: bytes) -> None:
+        """Send what it is to do. It reads that once it has imported torch."""
+        with contextlib.suppress(OSError):  # its death is found later
+            self.connection.send(sys.path)
+            self.connection.send(task)
+            self.connection.send_bytes(packed)
+
+    def message(self) -> Any:
+        """Return what it has sent, or None if it ended without."""
+        try:
+            return self.connection.recv() if self.connection.poll() else None
+        except (EOFError, OSError):
+            return None
+
+    def wait(self) -> int:
+        """Return how a process ended that has closed its connection, and ends as well at any moment."""
+        wait_for_end([self], END_S)
+        code = self.exit_code
+        return -signal.SIGKILL if code is None else code
+
+    def close(self) -> None:
+        """Show the rest of what it wrote, and close what leads to it."""
+        self.connection.close()
+        for output in self.outputs:
+            while output.forward():
+                pass
+            output.flush(at_end=True)
+            output.pipe.close()
 
 
 class Output:
@@ -65,106 +223,3 @@ class Output:
         stream = getattr(sys, self._stream)  # looked up now: a notebook has one for each cell
         stream.write(text)
         stream.flush()
-
-
-class Process:
-    """A rank's process, in a session of its own, so that it and all it starts can be ended together.
-
-    The Ctrl-C of a terminal and the stop button of a notebook reach the caller alone, who ends it.
-    """
-
-    def __init__(self, rank: int, environment: Mapping[str, str]) -> None:
-        self.rank = rank
-        self.connection, theirs = multiprocessing.Pipe()
-        try:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        except BaseException:
-            self.connection.close()
-            raise
-        finally:
-            theirs.close()
-        self.pid = self._popen.pid
-        assert self._popen.stdout is not None
-        assert self._popen.stderr is not None
-        prefix = f"[rank {rank}] " if rank else ""
-        self.outputs = [
-            Output(self._popen.stdout, "stdout", prefix),
-            Output(self._popen.stderr, "stderr", prefix),
-        ]
-
-    def tell(self, task: object, packed: bytes) -> None:
-        """Send what it is to do. It reads that once it has imported torch."""
-        with contextlib.suppress(OSError):  # its death is found later
-            self.connection.send(sys.path)
-            self.connection.send(task)
-            self.connection.send_bytes(packed)
-
-    def message(self) -> Any:
-        """Return what it has sent, or None if it ended without."""
-        try:
-            return self.connection.recv() if self.connection.poll() else None
-        except (EOFError, OSError):
-            return None
-
-    def wait(self) -> int:
-        """Return how a process ended that has closed its connection, and ends as well at any moment."""
-        deadline = time.monotonic() + END_S
-        while (code := self.exit_code) is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return -signal.SIGKILL if code is None else code
-
-    @property
-    def exit_code(self) -> int | None:
-        """Return how it ended, negative for a signal; None while it runs.
-
-        The system goes on counting it among its processes, so that its number stays taken and `signal`
-        reaches no stranger.
-        """
-        if self._popen.returncode is not None:
-            return self._popen.returncode
-        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
-            return None
-        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to it, and to all that it started and that is in its session."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
-
-    def kill(self) -> None:
-        """End it, and all that it started, however it has ended itself."""
-        self.signal(signal.SIGKILL)
-        self._popen.wait()
-
-    def close(self) -> None:
-        """Show the rest of what it wrote, and close what leads to it."""
-        self.connection.close()
-        for output in self.outputs:
-            while output.forward():
-                pass
-            output.flush(at_end=True)
-            output.pipe.close()
-
-
-def end_all(processes: list[Process]) -> None:
-    """End processes that still run: by request, then by force. Nothing of theirs runs after it."""
-    try:
-        for process in processes:
-            if process.exit_code is None:
-                process.signal(signal.SIGTERM)
-        deadline = time.monotonic() + END_S
-        while time.monotonic() < deadline and any(p.exit_code is None for p in processes):
-            time.sleep(0.01)
-    finally:  # also if a second Ctrl-C comes
-        for process in processes:
-            process.kill()

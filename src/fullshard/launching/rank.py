@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from fullshard.errors import LaunchError
 from fullshard.launching.travel import pack, unpack
-from fullshard.local_ranks import die_with_launcher
+from fullshard.local_ranks import LAUNCHER_PID, die_with_launcher
 
 
 class Task(NamedTuple):
@@ -34,8 +34,6 @@ class Task(NamedTuple):
 
     rank: int
     ranks: int
-    launcher_pid: int
-    port: int
     backend: str
     uses_gpu: bool
     what: str
@@ -63,7 +61,7 @@ class Raised(NamedTuple):
 def serve(connection: Connection) -> None:
     """Be one rank."""
     task: Task = connection.recv()
-    die_with_launcher(task.launcher_pid)
+    die_with_launcher(int(os.environ[LAUNCHER_PID]))
     try:
         call, arguments = _received(connection.recv_bytes())
         _join(task)
@@ -102,7 +100,7 @@ def _join(task: Task) -> None:
         assert accelerator is not None
         torch.accelerator.set_device_index(task.rank)
         device = torch.device(accelerator.type, task.rank)
-    store = dist.TCPStore("127.0.0.1", task.port, is_master=False)
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     dist.init_process_group(
         task.backend, store=store, rank=task.rank, world_size=task.ranks, device_id=device
     )

@@ -98,7 +98,7 @@ class Watchdog:
         )
         # Before the interpreter ends, and also in children of multiprocessing, which call no
         # function of `atexit`. The thread must not be in C++ when the interpreter ends.
-        before_exit(self._end, why="the thread fullshard-watchdog ends before the interpreter")
+        before_exit(self.end, why="the thread fullshard-watchdog ends before the interpreter")
 
     def stop(self) -> None:
         """End the thread, without a word."""
@@ -301,8 +301,8 @@ class Watchdog:
 
     # The end
 
-    def _end(self) -> None:
-        """Say that this process ends, and stop the thread."""
+    def end(self) -> None:
+        """Say that this process ends, with the exception that is being handled if there is one, and stop the thread."""
         was_stopped = self._ended.is_set()  # as another default group has taken its place
         # The second is set when Python has printed the exception that ended the program. In children of
         # multiprocessing the exception is still on its way.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fullshard.errors import CheckpointError, MisuseError, StateError
-from fullshard.local_ranks import threads_for
+from fullshard.local_ranks import LAUNCHER_PID, threads_for
 from fullshard.plan.trace import TraceError
 from fullshard.tools.config import DEFAULT_CACHE, OptionError, TrainConfig
 from fullshard.tools.exits import Exit
@@ -28,7 +28,7 @@ from fullshard.tools.job import (
     resumed_job,
 )
 from fullshard.tools.json_text import json_text
-from fullshard.tools.launch import LAUNCHER_PID, Ending, Place, launch
+from fullshard.tools.launch import Ending, Place, launch
 from fullshard.tools.report import metrics_of, write_report
 from fullshard.tools.report_compare import as_json as comparison_as_json
 from fullshard.tools.report_compare import write_comparison

@@ -1,28 +1,28 @@
-"""Start the ranks of this machine and say how they ended.
+"""Start the ranks of this machine as commands of `fullshard`, and say how they ended."""
 
-`torch.distributed.run` starts, watches and ends the processes; this file gives it arguments, and turns
-its report into one sentence. No rank outlives its launcher: `die_with_launcher` of `local_ranks`.
-"""
-
+import contextlib
 import dataclasses
-import logging
-import os
 import signal
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 
-from torch.distributed import run as torch_run
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import elastic_launch
-
+from fullshard.launching.processes import Meeting, Process, end_all, wait_for_end
 from fullshard.tools.exits import Exit
 
-LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
-"""Environment variable that tells a rank whose child it must be."""
-
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-"""What `torch.distributed.run` passes on to ranks, which save then and end."""
+"""What is passed on to ranks, which save then and end."""
 
+# What torchrun tells its ranks. They meet in a store of the launcher's, which torch has to know.
+_AS_TORCHRUN = {
+    "GROUP_RANK": "0",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_RUN_ID": "fullshard",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+_DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+
+_LOOK_S = 0.1  # how long an end can go unseen
 _SAVE_TIMEOUT_S = 300
 
 
@@ -53,58 +53,69 @@ class Ending:
 
 
 def launch(arguments: Sequence[str], *, ranks: int, threads: int) -> Ending:
-    """Run `python -m fullshard ARGUMENTS` on `ranks` local ranks until all have ended."""
-    # Its log repeats, in thirty lines, what the ranks and `Ending` say in one.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # The agent's own logger has a level, so that it does not inherit this one. At Ctrl-C it warns of
-    # the signal, into the ranks' progress bar; its errors stay.
-    logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    os.environ[LAUNCHER_PID] = str(os.getpid())
-    options = torch_run.parse_args(
-        [
-            f"--nproc-per-node={ranks}",
-            "--nnodes=1",
-            "--max-restarts=0",
-            "--rdzv-backend=c10d",
-            "--rdzv-endpoint=127.0.0.1:0",
-            "--local-addr=127.0.0.1",
-            "--module",
-            "--",  # else it takes --log for an abbreviation of two options of its own
-            "fullshard",
-            *arguments,
-        ]
-    )
-    config, command, command_arguments = torch_run.config_from_args(options)
-    if hasattr(config, "shutdown_timeout"):  # torch 2.13; older ones give a checkpoint 30 s
-        config.shutdown_timeout = _SAVE_TIMEOUT_S
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # `nohup`, which torch does not ask for
-        config.signals_to_handle = ",".join(name for name in STOP_SIGNALS if name != "SIGHUP")
+    """Run `python -m fullshard ARGUMENTS` on `ranks` local ranks until all have ended.
+
+    Raises OSError or RuntimeError if they cannot be started.
+    """
+    meeting = Meeting(ranks, threads)
+    command = [sys.executable, "-u", "-m", "fullshard", *arguments]
+    processes: list[Process] = []
+    with _stop_signals() as asked:
+        try:
+            for rank in range(ranks):
+                environment = _DEFAULTS | meeting.environment(rank) | _AS_TORCHRUN
+                processes.append(Process(rank, command, environment))
+            while not asked:
+                codes = {process.rank: process.exit_code for process in processes}
+                failed = {rank: code for rank, code in codes.items() if code}
+                if failed:
+                    end_all(processes, _SAVE_TIMEOUT_S)
+                    pids = {process.rank: process.pid for process in processes}
+                    return _ending_of(failed, pids)
+                if None not in codes.values():
+                    return Ending(Exit.OK)
+                time.sleep(_LOOK_S)
+            for process in processes:
+                process.signal(asked[0])
+            wait_for_end(processes, _SAVE_TIMEOUT_S)
+            return Ending(Exit.STOPPED)
+        finally:
+            for process in processes:
+                process.kill()
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Note the signals to stop that come within the body, instead of being ended by them.
+
+    What this process was started to ignore (SIGHUP under `nohup`) stays ignored.
+    """
+    asked: list[int] = []
+    before = {}
+    for name in STOP_SIGNALS:
+        number = signal.Signals[name]
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, lambda number, _: asked.append(number))
     try:
-        elastic_launch(config=config, entrypoint=command)(*command_arguments)
-    except ChildFailedError as error:
-        return _ending_of(error)
-    except SignalException:
-        return Ending(Exit.STOPPED)
-    return Ending(Exit.OK)
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _ending_of(error: ChildFailedError) -> Ending:
-    """Find the rank that ended first, not one that only followed it."""
-    exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
-    first = error.get_first_failure()[0]
+def _ending_of(exits: Mapping[int, int], pids: Mapping[int, int]) -> Ending:
+    """Find the rank that ended first, not one that only followed it. exits: codes other than 0, by rank."""
     for rank, code in exits.items():
-        # SIGTERM is what the agent ends the other ranks with.
+        # SIGTERM is what the others are ended with.
         if code < 0 and code != -signal.SIGTERM:
             name = signal.Signals(-code).name
-            pid = error.failures[rank].pid
             return Ending(
                 Exit.RANK_LOST,
-                f"rank {rank} (pid {pid}) was killed by {name}; the other ranks were ended.",
+                f"rank {rank} (pid {pids[rank]}) was killed by {name}; the other ranks were ended.",
                 rank,
             )
+    first, code = next(iter(exits.items()))
     for meaning in (Exit.FAILED, Exit.USAGE, Exit.STOPPED):
         if meaning in exits.values():
             return Ending(meaning, rank=first)
-    rank, code = next(iter(exits.items()))
-    return Ending(Exit.RANK_LOST, f"rank {rank} ended with exit code {code}.", rank)
+    return Ending(Exit.RANK_LOST, f"rank {first} ended with exit code {code}.", first)

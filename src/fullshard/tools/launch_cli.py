@@ -10,8 +10,8 @@ import typer
 from fullshard.tools.cli_options import option
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
-from fullshard.tools.launchers import by_torchrun, kubernetes, ray, sky, slurm
 from fullshard.tools.launchers.request import Request, plain, program_of
+from fullshard.tools.launchers.texts import TEMPLATES, text_for
 
 LAUNCH_EXAMPLES = """
 Examples, each for a file that is then submitted:
@@ -31,19 +31,11 @@ After `--` stands what torchrun is given: a script or -m MODULE, with its argume
 Exit codes: 0 printed, 2 unusable options.
 """
 
-_PRINTERS = {
-    "torchrun": by_torchrun.script,
-    "slurm": slurm.script,
-    "k8s": kubernetes.manifest,
-    "ray": ray.program,
-    "sky": sky.task,
-}
-
 
 def launch(
     context: typer.Context,
     kind: Annotated[
-        str, typer.Option("--print", help=f"What to print: {', '.join(_PRINTERS)}.", metavar="KIND")
+        str, typer.Option("--print", help=f"What to print: {', '.join(TEMPLATES)}.", metavar="KIND")
     ],
     program: Annotated[
         list[str] | None, typer.Argument(help="What each rank runs.", metavar="-- PROGRAM")
@@ -89,12 +81,12 @@ def launch(
     given = {key: value for key, value in context.params.items() if key != "program"}
     words = plain(program or [])
     try:
-        if kind not in _PRINTERS:
-            raise OptionError(f"--print {kind}: choose from {', '.join(_PRINTERS)}.")
+        if kind not in TEMPLATES:
+            raise OptionError(f"--print {kind}: choose from {', '.join(TEMPLATES)}.")
         typed = sys.argv[2:]
         goes_on = _check_train(context, words)
         ready = program_of(words, goes_on=goes_on)
-        text = _PRINTERS[kind](Request(program=ready, typed=tuple(typed), **given))
+        text = text_for(Request(program=ready, typed=tuple(typed), **given))
     except OptionError as error:
         for line in str(error).splitlines():
             print(f"fullshard launch: {line}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """One rank as a process: joins the others, trains, and leaves in an orderly way.
 
-    join -> lifeline -> signal handlers -> train -> barrier -> goodbye
+    join -> signal handlers -> train -> barrier -> goodbye
 
 A signal before the handlers are there ends the process at once, which is what a launcher wants
 whose other ranks failed to start.
@@ -10,7 +10,6 @@ import dataclasses
 import os
 import signal
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -19,20 +18,19 @@ import torch
 import torch.distributed as dist
 
 import fullshard
-from fullshard.errors import FullshardError
+from fullshard.errors import CheckpointError, FullshardError, PeerLostError
 from fullshard.local_ranks import die_with_launcher
+from fullshard.peers.waits import announce, lost_ranks, naming_lost_ranks
+from fullshard.peers.watchdog import watchdog
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import Job
 from fullshard.tools.json_text import json_text
 from fullshard.tools.launch import Place
-from fullshard.tools.lifeline import Fate, Lifeline
 from fullshard.tools.progress import Reporter, Reporting, printable
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.running import run_rank
 from fullshard.tools.train import StopRequest
-
-_VERDICT_WAIT_S = 1.0
 
 
 def run_worker(job: Job, place: Place, *, threads: int, as_json: bool) -> Exit:
@@ -43,21 +41,20 @@ def run_worker(job: Job, place: Place, *, threads: int, as_json: bool) -> Exit:
     with Reporting(rank=place.rank) as report:
         report.note(f"joining {place.num_ranks} rank{'s' if place.num_ranks > 1 else ''} ...")
         _join(job, place)
-        lifeline = Lifeline(place.master_host, _Mourner(place, job.folder))
+        world = dist.group.WORLD
+        assert isinstance(world, dist.ProcessGroup)
+        announce()
         try:
-            summary = _train(job, report, as_json=as_json)
+            with naming_lost_ranks(world, "fullshard train"):
+                summary = _train(job, report, as_json=as_json)
         except Exception as error:
             report.end()
-            # The error may come from another rank's death; then the lifeline thread, which knows
-            # more, ends this process while we wait.
-            time.sleep(_VERDICT_WAIT_S)
-            lifeline.leave(Fate.FAILED)
-            _complain(place, error)
+            code = _complain(place, job.folder, error)
+            watchdog().end()  # tells the others why
             # Not by way of destroy_process_group, which may wait for ranks that will not come.
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(Exit.USAGE if isinstance(error, OptionError) else Exit.FAILED)
-    lifeline.leave(Fate.GOODBYE)
+            os._exit(code)
     dist.destroy_process_group()
     return Exit.OK if summary["status"] == "finished" else Exit.STOPPED
 
@@ -88,27 +85,6 @@ def _shared_folder(folder: RunFolder) -> RunFolder:
     return RunFolder(Path(paths[0]))
 
 
-class _Mourner:
-    """Ends this process when another rank is gone, after saying which on each host once."""
-
-    def __init__(self, place: Place, folder: RunFolder) -> None:
-        self._place = place
-        self._folder = folder
-
-    def __call__(self, rank: int, fate: Fate) -> None:
-        place = self._place
-        # The first rank of a host speaks, or the second where the first is the one that is gone.
-        speaks = place.local_rank == 0 or (place.local_rank == 1 and rank == place.rank - 1)
-        if speaks and fate is Fate.DIED:
-            print(
-                f"fullshard: rank {rank} died (killed, or out of memory); rank {place.rank} and "
-                f"the others end now. {_what_is_saved(self._folder)}",
-                file=sys.stderr,
-                flush=True,
-            )
-        os._exit(Exit.RANK_LOST)
-
-
 def _what_is_saved(folder: RunFolder) -> str:
     checkpoint = fullshard.latest_checkpoint(folder.checkpoints)
     if checkpoint is None:
@@ -119,12 +95,28 @@ def _what_is_saved(folder: RunFolder) -> str:
     )
 
 
-def _complain(place: Place, error: Exception) -> None:
+def _complain(place: Place, folder: RunFolder, error: Exception) -> Exit:
+    """Say why this rank ends, and return its exit code. Of another's death, one or two ranks of a host tell."""
+    if _is_loss(error):
+        # The first rank of a host speaks, or the second where the first is the one that is gone.
+        follows = place.local_rank == 1 and f"rank {place.rank - 1} " in str(error)
+        if place.local_rank == 0 or follows:
+            said = f"{error} {_what_is_saved(folder)}"
+            print(f"fullshard: rank {place.rank}: {said}", file=sys.stderr)
+        return Exit.RANK_LOST
     if isinstance(error, FullshardError):
         print(f"fullshard: rank {place.rank}: {error}", file=sys.stderr)
     else:
         print(f"fullshard: rank {place.rank} failed:", file=sys.stderr)
-        traceback.print_exc()
+        traceback.print_exception(error)
+    return Exit.USAGE if isinstance(error, OptionError) else Exit.FAILED
+
+
+def _is_loss(error: Exception) -> bool:
+    """Whether an error follows from the end of another rank: a save or a load that failed may."""
+    if isinstance(error, CheckpointError):
+        return bool(lost_ranks({*range(dist.get_world_size())} - {dist.get_rank()}))
+    return isinstance(error, PeerLostError)
 
 
 def _show(summary: dict[str, Any], report: Reporter, *, as_json: bool) -> None:

@@ -94,20 +94,20 @@ def test_a_rank_that_finds_no_meeting_place_says_so(port: int) -> None:
 _LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))"
 
 
-@pytest.mark.parametrize("limit", [pytest.param(70, marks=pytest.mark.long), 20])
+@pytest.mark.parametrize("limit", [pytest.param(70, marks=pytest.mark.long), 10])
 def test_too_few_open_files_are_found(limit: int) -> None:
-    """With 70 a rank runs, but could not hold a model; with 20 none can be started."""
+    """With 70 a rank runs, but could not hold a model; with 10 none can be started."""
     result = _doctor("--ranks", "1", "--json", before=_LIMITED.format(limit))
     assert result.code == 1, result.err
     found = _findings(result)
     assert found["open-files"]["severity"] == "problem"
     assert f"limit {limit}," in found["open-files"]["measured"]
-    assert ("start" in found) == (limit == 20)
+    assert ("start" in found) == (limit == 10)
 
 
 _ELSEWHERE = """
 import dataclasses, time, types
-from fullshard.tools.doctor import links, rank as doctor
+from fullshard.tools.doctor import rank as doctor, together
 look = doctor.look_at_rank
 
 def look_elsewhere(place, environment):
@@ -115,7 +115,8 @@ def look_elsewhere(place, environment):
     names = {"name": f"node{place.rank}", "boot_id": f"boot {place.rank}", "addresses": ("localhost",)}
     facts = dataclasses.replace(facts, machine=dataclasses.replace(facts.machine, **names))
     if place.rank:
-        links.time = types.SimpleNamespace(time=lambda: time.time() + 5, perf_counter=time.perf_counter)
+        ahead = {"time": lambda: time.time() + 5}
+        together.time = types.SimpleNamespace(**(vars(time) | ahead))
         facts = dataclasses.replace(facts, versions={**facts.versions, "NumPy": "1.0"})
     return facts
 
@@ -137,6 +138,24 @@ def test_hosts_are_connected_and_compared(port: int) -> None:
     assert (found["clocks"]["severity"], found["clocks"]["where"]) == ("warning", "node1")
     assert found["clocks"]["measured"].startswith("5.0 s ahead of node0, give or take ")
     assert "1.0 on node1" in found["versions"]["measured"]
+
+
+_HANGING = """
+import time
+from fullshard.tools.doctor import rank as doctor
+doctor._SLACK_S = 0.0
+doctor.measure_links = lambda rank, turns: time.sleep(60)
+"""
+
+
+def test_a_step_that_hangs_is_named_with_what_is_known(port: int) -> None:
+    alone = _place(0, port, local_ranks=1) | {"WORLD_SIZE": "1"}
+    result = _doctor("--timeout", "1", "--json", before=_HANGING, variables=alone)
+    assert result.code == 1, result.err
+    found = _findings(result)
+    assert found["stuck"]["severity"] == "problem"
+    assert "exchanging messages between ranks" in found["stuck"]["measured"]
+    assert found["torch"]["severity"] == "ok"
 
 
 def test_options_that_contradict_torchrun_are_refused(port: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from fullshard.tools.doctor.checks import judge, verdict_of
 from fullshard.tools.doctor.facts import (
     Collective,
     Communication,
@@ -17,7 +18,7 @@ from fullshard.tools.doctor.facts import (
     Limits,
 )
 from fullshard.tools.doctor.findings import Severity, at, host_labels, numbered
-from fullshard.tools.doctor.judging import as_dict, judge, verdict_of
+from fullshard.tools.doctor.printing import as_dict
 from tests.tools.doctor.examinations import GB, VERSIONS, exam, gpus, link, machine, results
 
 PROBLEM, WARNING, NOTE, OK = Severity

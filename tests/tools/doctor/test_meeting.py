@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import socket
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.tools.doctor.facts import Knock
-from fullshard.tools.doctor.links import _door, knock_at_hosts
-from fullshard.tools.doctor.meeting import Meeting, MeetingError, Watchdog, join
+from fullshard.tools.doctor.together import Meeting, MeetingError, _door, join, knock_at_hosts
 from fullshard.tools.launch import Place
 from tests.tools.doctor.examinations import exam
 
@@ -102,22 +100,3 @@ def test_a_door_is_open_at_its_address_alone() -> None:
         socket.create_connection(("127.0.0.1", port), 5).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), 5)
-
-
-def test_what_hangs_is_named_and_what_ends_is_not() -> None:
-    named: list[str] = []
-    is_stuck = threading.Event()
-
-    def on_stuck(what: str) -> None:
-        named.append(what)
-        is_stuck.set()
-
-    watchdog = Watchdog(on_stuck)
-    watchdog.begin("first", 0.05)
-    watchdog.begin("second", 60)
-    watchdog.begin("third", 0.1)
-    assert is_stuck.wait(10)
-    watchdog.begin("fourth", 0.1)
-    watchdog.end()
-    time.sleep(0.3)
-    assert named == ["third"]

@@ -170,7 +170,7 @@ class Communication:
     error: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Results:
     """What one rank found together with others. open_files: of its process, at the end."""
 
@@ -183,7 +183,7 @@ class Results:
     errors: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Examination:
     """Everything that is known when the report is written.
 

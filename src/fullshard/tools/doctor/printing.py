@@ -1,15 +1,17 @@
 """Show an examination: for people a report, worst first, or one JSON object."""
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from fullshard.tools.doctor.checks import judge, verdict_of
 from fullshard.tools.doctor.facts import Examination, RankFacts
 from fullshard.tools.doctor.findings import Finding, Severity, by_host, counted, numbered, sized
-from fullshard.tools.doctor.judging import as_dict, judge, verdict_of
 from fullshard.tools.exits import Exit
 from fullshard.tools.progress import as_it_is
 
@@ -36,6 +38,13 @@ def findings_table(findings: Sequence[Finding], *, heading: str) -> Table:
         severity = f"[{color}]{each.severity.value}[/{color}]"
         table.add_row(severity, each.id, as_it_is(each.where), said)
     return table
+
+
+def as_dict(exam: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return verdict, findings and facts as what JSON can hold."""
+    listed = [{**dataclasses.asdict(each), "severity": each.severity.value} for each in findings]
+    facts = dataclasses.asdict(exam)
+    return {"verdict": verdict_of(findings).value, "findings": listed, "facts": facts}
 
 
 def show(exam: Examination, *, as_json: bool) -> Exit:

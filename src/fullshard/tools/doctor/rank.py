@@ -3,7 +3,7 @@
     facts -> meeting -> hosts -> Gloo -> NCCL -> fullshard -> report
 
 What fails is a result, and ends the examination of what depends on it. Rank 0 reports, or the
-first of those that came. A step that hangs is ended by a watchdog, with a report of what is known.
+first of those that came. A step that hangs is ended by a timer, with a report of what is known.
 """
 
 import contextlib
@@ -12,9 +12,9 @@ import datetime
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,18 @@ import torch.distributed as dist
 from fullshard.local_ranks import die_with_launcher
 from fullshard.tools.doctor.facts import Arrival, Examination, RankFacts, Results
 from fullshard.tools.doctor.findings import counted, numbered
-from fullshard.tools.doctor.links import knock_at_hosts, measure_links
 from fullshard.tools.doctor.machine import count_open_files, look_at_rank
-from fullshard.tools.doctor.meeting import Meeting, MeetingError, Watchdog, join
-from fullshard.tools.doctor.pairs import plan_turns
 from fullshard.tools.doctor.printing import show
-from fullshard.tools.doctor.together import reduce_over_nccl, try_fullshard
+from fullshard.tools.doctor.together import (
+    Meeting,
+    MeetingError,
+    join,
+    knock_at_hosts,
+    measure_links,
+    plan_turns,
+    reduce_over_nccl,
+    try_fullshard,
+)
 from fullshard.tools.exits import Exit
 from fullshard.tools.launch import Place
 from fullshard.tools.progress import Reporter, Reporting
@@ -36,13 +42,6 @@ from fullshard.versions import VERSION
 _SLACK_S = 30.0  # beyond the timeout, before a step counts as stuck
 _LATER_S = 15.0  # by which other ranks wait longer, so that the one that reports ends first
 _ARRIVAL, _FACTS, _RESULTS = "arrival", "facts", "results"
-
-
-class _Ways(NamedTuple):
-    """How to examine."""
-
-    timeout_s: float
-    as_json: bool
 
 
 def run_rank(
@@ -54,7 +53,7 @@ def run_rank(
     has_agent_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     with Reporting(rank=place.rank) as report:
         facts = look_at_rank(place, environment)
-        rank = _Rank(place, facts, _Ways(timeout_s, as_json), report)
+        rank = _Rank(place, facts, report, timeout_s=timeout_s, as_json=as_json)
         try:
             return rank.run(has_agent_store=has_agent_store)
         except dist.DistError as error:
@@ -71,56 +70,57 @@ def report_without_ranks(
 
     place: that rank 0 would have had.
     """
-    facts = look_at_rank(place, environment)
-    exam = Examination(
+    exam = _begin(place, look_at_rank(place, environment), timeout_s=0.0)
+    exam.start_error = reason
+    return show(exam, as_json=as_json)
+
+
+def _begin(place: Place, facts: RankFacts, *, timeout_s: float) -> Examination:
+    """Return what one rank knows before it meets others."""
+    machine, devices = facts.machine, facts.devices
+    gpu = "" if devices.current is None else devices.found[devices.current].uuid
+    arrival = Arrival(facts.rank, machine.name, machine.boot_id, facts.pid, VERSION, gpu)
+    return Examination(
         num_ranks=place.num_ranks,
-        timeout_s=0.0,
+        timeout_s=timeout_s,
         reporter=0,
-        arrivals=(_arrival_of(facts),),
+        arrivals=(arrival,),
         ranks=(facts,),
         num_local_ranks=place.num_local_ranks,
-        start_error=reason,
     )
-    return show(exam, as_json=as_json)
 
 
 class _Rank:
     """What one rank knows so far, so that it can report at any moment."""
 
-    def __init__(self, place: Place, facts: RankFacts, ways: _Ways, report: Reporter) -> None:
+    def __init__(
+        self, place: Place, facts: RankFacts, report: Reporter, *, timeout_s: float, as_json: bool
+    ) -> None:
         self._began = time.monotonic()
-        self._facts = facts
         self._place = place
+        self._facts = facts
         self._report = report
-        self._ways = ways
-        self._arrival = _arrival_of(facts)
+        self._timeout_s = timeout_s
+        self._as_json = as_json
         self._results = Results(place.rank)
-        self._exam = Examination(
-            num_ranks=place.num_ranks,
-            timeout_s=ways.timeout_s,
-            reporter=0,
-            arrivals=(self._arrival,),
-            ranks=(facts,),
-            num_local_ranks=place.num_local_ranks,
-            meeting_place=f"{place.master_host}:{place.master_port}",
-        )
-        self._watchdog = Watchdog(self._end_stuck)
+        self._exam = _begin(place, facts, timeout_s=timeout_s)
+        self._exam.meeting_place = f"{place.master_host}:{place.master_port}"
+        self._timer = threading.Timer(0, self._end_stuck)
 
     def run(self, *, has_agent_store: bool) -> Exit:
-        place, timeout_s = self._place, self._ways.timeout_s
+        place, timeout_s = self._place, self._timeout_s
         self._step(f"waiting for {counted(place.num_ranks, 'rank')}", 2 * timeout_s)
         try:
             meeting = join(place, has_agent_store=has_agent_store, timeout_s=timeout_s)
         except MeetingError as error:
             return self._alone(str(error))
         meeting.post(_FACTS, self._facts)
-        meeting.post(_ARRIVAL, dataclasses.asdict(self._arrival))
+        meeting.post(_ARRIVAL, dataclasses.asdict(self._exam.arrivals[0]))
         if not meeting.arrive("start"):
             return self._incomplete(meeting)
         self._know(meeting, range(place.num_ranks))
         is_well = self._examine(meeting)
-        open_files = count_open_files()
-        self._results = dataclasses.replace(self._results, open_files=open_files)
+        self._results.open_files = count_open_files()
         meeting.post(_RESULTS, self._results)
         is_well &= self._arrive(meeting, "end")
         return self._end(meeting, is_well=is_well)
@@ -129,43 +129,40 @@ class _Rank:
 
     def _alone(self, reason: str) -> Exit:
         """End without others; one rank of each host says what its host has."""
-        self._watchdog.end()
-        self._exam = dataclasses.replace(
-            self._exam, reporter=self._place.rank, meeting_error=reason
-        )
+        self._exam.reporter = self._place.rank
+        self._exam.meeting_error = reason
         if self._place.local_rank == 0:
             return self._show()
+        self._timer.cancel()
         _say(f"rank {self._place.rank} cannot reach {self._exam.meeting_place}: {reason}")
         return Exit.FAILED
 
     def _incomplete(self, meeting: Meeting) -> Exit:
         """End with those that came; the first of them reports."""
-        rank = self._place.rank
         meeting.give_up("start")
         came = meeting.came("start")
-        if rank != came[0]:
+        if self._place.rank != came[0]:
+            self._timer.cancel()
             return Exit.OK
         self._know(meeting, came)
-        self._watchdog.end()
         return self._show()
 
     def _end(self, meeting: Meeting, *, is_well: bool) -> Exit:
         """Report, or wait until rank 0 has: it may hold the store that others still use."""
         code = Exit.OK
-        self._watchdog.end()
+        self._timer.cancel()
         if self._place.rank == 0:
-            found = [self._results]
+            self._exam.results = [self._results]
             with contextlib.suppress(dist.DistError):
                 known = [each.rank for each in self._exam.ranks]
                 came = [rank for rank in meeting.came("end") if rank in known]
-                found = [meeting.posted(_RESULTS, rank) for rank in came]
-            self._exam = dataclasses.replace(self._exam, results=found)
+                self._exam.results = [meeting.posted(_RESULTS, rank) for rank in came]
             code = self._show()
         with contextlib.suppress(dist.DistError):  # the store may have ended with rank 0
             if self._place.rank == 0:
                 meeting.store.set("over", "")
             else:
-                limit = datetime.timedelta(seconds=self._ways.timeout_s + _SLACK_S)
+                limit = datetime.timedelta(seconds=self._timeout_s + _SLACK_S)
                 meeting.store.wait(["over"], limit)
         if not is_well:
             # Not by way of destroy_process_group, which may wait for ranks that will not come.
@@ -177,38 +174,45 @@ class _Rank:
 
     def _end_stuck(self, what: str) -> None:
         """Report what is known, without the store: the thread that hangs may be inside it."""
-        self._exam = dataclasses.replace(self._exam, stuck=what, results=(self._results,))
+        self._exam.stuck = what
+        self._exam.results = (self._results,)
         _say(f"rank {self._place.rank} hangs: {what}")
         _leave(self._show() if self._place.rank == 0 else Exit.FAILED)
 
     def _show(self) -> Exit:
+        self._timer.cancel()
         self._report.end()
-        seconds = time.monotonic() - self._began
-        return show(dataclasses.replace(self._exam, seconds=seconds), as_json=self._ways.as_json)
+        self._exam.seconds = time.monotonic() - self._began
+        return show(self._exam, as_json=self._as_json)
 
     # What ranks try together, each only if the one before went well
 
     def _examine(self, meeting: Meeting) -> bool:
         """Return whether everything went well, on all ranks."""
-        hosts = _ranks_by_host(self._exam.arrivals)
-        if len(hosts) > 1:
-            self._step(f"connecting {counted(len(hosts), 'host')}", self._ways.timeout_s)
-            knocks, all_good = knock_at_hosts(meeting, self._facts, [ranks[0] for ranks in hosts])
-            self._results = dataclasses.replace(self._results, knocks=knocks)
-            if not all_good:
-                return False
+        by_host: dict[tuple[str, str], list[int]] = {}
+        for each in self._exam.arrivals:
+            by_host.setdefault((each.host, each.boot_id), []).append(each.rank)
+        hosts = list(by_host.values())
         scopes = hosts if len(hosts) == 1 else [*hosts, list(range(self._place.num_ranks))]
         return (
-            self._connect(meeting)
+            self._knock(meeting, hosts)
+            and self._connect(meeting)
             and self._exchange(meeting, hosts)
             and self._reduce(meeting, scopes)
             and self._shard(meeting, scopes)
         )
 
+    def _knock(self, meeting: Meeting, hosts: Sequence[Sequence[int]]) -> bool:
+        if len(hosts) == 1:
+            return True
+        self._step(f"connecting {counted(len(hosts), 'host')}", self._timeout_s)
+        leaders = [ranks[0] for ranks in hosts]
+        self._results.knocks, all_good = knock_at_hosts(meeting, self._facts, leaders)
+        return all_good
+
     def _connect(self, meeting: Meeting) -> bool:
         """Make the process group of all ranks."""
-        place, timeout_s = self._place, self._ways.timeout_s
-        self._step("connecting ranks over Gloo", timeout_s)
+        self._step("connecting ranks over Gloo", self._timeout_s)
         uses_nccl = self._device.type == "cuda" and "nccl" in self._facts.backends
         try:
             if self._device.type == "cuda":
@@ -216,22 +220,19 @@ class _Rank:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if uses_nccl else "gloo",
                 store=dist.PrefixStore("group", meeting.store),
-                rank=place.rank,
-                world_size=place.num_ranks,
-                timeout=datetime.timedelta(seconds=timeout_s),
+                rank=self._place.rank,
+                world_size=self._place.num_ranks,
+                timeout=datetime.timedelta(seconds=self._timeout_s),
             )
         except (dist.DistError, RuntimeError) as error:
-            errors = {"gloo": str(error).splitlines()[0]}
-            self._results = dataclasses.replace(self._results, errors=errors)
+            self._results.errors = {"gloo": str(error).splitlines()[0]}
         return self._arrive(meeting, "gloo", is_well=not self._results.errors)
 
     def _exchange(self, meeting: Meeting, hosts: Sequence[Sequence[int]]) -> bool:
         """Send messages between pairs of ranks."""
-        host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
-        turns = plan_turns([host_of[rank] for rank in range(self._place.num_ranks)])
-        self._step("exchanging messages between ranks", self._ways.timeout_s + len(turns))
-        links = measure_links(self._place.rank, turns)
-        self._results = dataclasses.replace(self._results, links=links)
+        turns = plan_turns(hosts)
+        self._step("exchanging messages between ranks", self._timeout_s + len(turns))
+        self._results.links = links = measure_links(self._place.rank, turns)
         return self._arrive(meeting, "links", is_well=not any(link.error for link in links))
 
     def _reduce(self, meeting: Meeting, scopes: Sequence[Sequence[int]]) -> bool:
@@ -239,27 +240,24 @@ class _Rank:
         gpus = [(each.boot_id, each.gpu) for each in self._exam.arrivals]
         if not all(gpu for _, gpu in gpus) or self._place.num_ranks == 1:
             return True
-        if len(set(gpus)) < len(gpus) or "nccl" not in self._facts.backends:
-            is_built = "nccl" in self._facts.backends
+        is_built = "nccl" in self._facts.backends
+        if len(set(gpus)) < len(gpus) or not is_built:
             why = "ranks share a GPU" if is_built else "this torch is built without it"
             if self._place.rank == 0:
-                self._results = dataclasses.replace(self._results, errors={"nccl": why})
+                self._results.errors = {"nccl": why}
             return True
-        self._step("summing over NCCL", self._ways.timeout_s * len(scopes))
-        collectives = reduce_over_nccl(scopes, self._device, self._ways.timeout_s)
-        self._results = dataclasses.replace(self._results, collectives=collectives)
+        self._step("summing over NCCL", self._timeout_s * len(scopes))
+        collectives = reduce_over_nccl(scopes, self._device, self._timeout_s)
+        self._results.collectives = collectives
         return self._arrive(meeting, "nccl", is_well=not any(one.error for one in collectives))
 
     def _shard(self, meeting: Meeting, scopes: Sequence[Sequence[int]]) -> bool:
         """Train a small sharded model for a step, on the CPU and on GPUs."""
-        self._step("training a small sharded model for a step", 2 * self._ways.timeout_s)
-        devices = [torch.device("cpu")]
-        if self._device.type == "cuda":
-            devices.append(self._device)
-        communications = tuple(c for device in devices for c in try_fullshard(scopes, device))
-        self._results = dataclasses.replace(self._results, communications=communications)
-        is_well = not any(each.error for each in communications)
-        return self._arrive(meeting, "fullshard", is_well=is_well)
+        self._step("training a small sharded model for a step", 2 * self._timeout_s)
+        devices = dict.fromkeys([torch.device("cpu"), self._device])
+        tried = tuple(one for device in devices for one in try_fullshard(scopes, device))
+        self._results.communications = tried
+        return self._arrive(meeting, "fullshard", is_well=not any(one.error for one in tried))
 
     # Small things
 
@@ -269,43 +267,30 @@ class _Rank:
         return torch.device("cpu") if current is None else torch.device("cuda", current)
 
     def _step(self, what: str, seconds: float) -> None:
+        """Begin a step, which takes the one before as ended and has so many seconds."""
         self._report.note(f"{what} ...")
+        self._timer.cancel()
         later = 0.0 if self._place.rank == 0 else _LATER_S
-        self._watchdog.begin(what, seconds + _SLACK_S + later)
+        self._timer = threading.Timer(seconds + _SLACK_S + later, self._end_stuck, [what])
+        self._timer.daemon = True
+        self._timer.start()
 
     def _arrive(self, meeting: Meeting, name: str, *, is_well: bool = True) -> bool:
         """Wait for all at the end of a step; note who does not come."""
         all_well = meeting.arrive(name, is_well=is_well)
         late = sorted({*range(self._place.num_ranks)} - {*meeting.came(name)})
-        if late:
-            stuck = f"{numbered(late)} did not get to the end of step '{name}'"
-            self._exam = dataclasses.replace(self._exam, stuck=self._exam.stuck or stuck)
+        if late and not self._exam.stuck:
+            self._exam.stuck = f"{numbered(late)} did not get to the end of step '{name}'"
         return all_well
 
     def _know(self, meeting: Meeting, ranks: Sequence[int]) -> None:
         """Read who came, and on the rank that reports their facts, if they are of this version."""
-        arrivals = tuple(Arrival(**meeting.posted(_ARRIVAL, rank)) for rank in ranks)
-        facts: tuple[RankFacts, ...] = (self._facts,)
+        exam = self._exam
+        exam.reporter = ranks[0]
+        exam.arrivals = tuple(Arrival(**meeting.posted(_ARRIVAL, rank)) for rank in ranks)
         if self._place.rank == ranks[0]:
-            same = [each.rank for each in arrivals if each.fullshard == VERSION]
-            facts = tuple(meeting.posted(_FACTS, rank) for rank in same)
-        reporter = ranks[0]
-        self._exam = dataclasses.replace(
-            self._exam, arrivals=arrivals, ranks=facts, reporter=reporter
-        )
-
-
-def _arrival_of(facts: RankFacts) -> Arrival:
-    machine, devices = facts.machine, facts.devices
-    gpu = "" if devices.current is None else devices.found[devices.current].uuid
-    return Arrival(facts.rank, machine.name, machine.boot_id, facts.pid, VERSION, gpu)
-
-
-def _ranks_by_host(arrivals: Sequence[Arrival]) -> list[list[int]]:
-    hosts: dict[tuple[str, str], list[int]] = {}
-    for each in arrivals:
-        hosts.setdefault((each.host, each.boot_id), []).append(each.rank)
-    return list(hosts.values())
+            same = [each.rank for each in exam.arrivals if each.fullshard == VERSION]
+            exam.ranks = tuple(meeting.posted(_FACTS, rank) for rank in same)
 
 
 def _say(text: str) -> None:

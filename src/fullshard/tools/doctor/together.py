@@ -1,9 +1,18 @@
-"""What ranks do together once they are connected: NCCL's all-reduce, and a step of a sharded model."""
+"""What ranks do together: come together, connect hosts, send messages over Gloo, sum over NCCL, train a step.
 
+They tell each other through a store (a `TCPStore`), which needs one connection from each rank to one host: what is
+examined, Gloo and NCCL, may not work. Nothing here waits longer than its timeout.
+"""
+
+import concurrent.futures
+import contextlib
+import datetime
 import functools
-import threading
+import pickle
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,11 +21,259 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
 from fullshard.errors import FullshardError
-from fullshard.tools.doctor.devices import wait_for_device
-from fullshard.tools.doctor.facts import Collective, Communication
+from fullshard.tools.doctor.facts import Collective, Communication, Knock, Link, RankFacts
+from fullshard.tools.launch import Place
 
+MOST_RANKS = 32
+"""Up to so many ranks, each exchanges messages with each other one."""
+
+_CONNECT_S = 3.0
+_BETWEEN_TRIES_S = 0.2
+_KNOCK_S = 5.0
+_NUM_GREETINGS = 20
+_NUM_LOADS = 3
+_LOAD_NBYTES = 4 << 20
 _REDUCED_NBYTES = 64 << 20
-_NUM_TIMES = 3
+_NUM_REDUCTIONS = 3
+
+
+class MeetingError(Exception):
+    """A rank cannot reach the place where ranks meet; the message is the reason."""
+
+
+class Meeting:
+    """One rank's access to what all ranks know. Keys are names of what is examined."""
+
+    def __init__(self, store: dist.Store, *, rank: int, num_ranks: int, timeout_s: float) -> None:
+        self.store = store
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.timeout_s = timeout_s
+
+    def post(self, name: str, value: Any) -> None:
+        """Let others read a value of this rank."""
+        self.store.set(f"{name}/{self.rank}", pickle.dumps(value))  # type: ignore[arg-type]
+
+    def posted(self, name: str, rank: int) -> Any:
+        """Return a rank's value of a name; it must have arrived there."""
+        return pickle.loads(self.store.get(f"{name}/{rank}"))
+
+    def arrive(self, name: str, *, is_well: bool = True) -> bool:
+        """Wait until all ranks are here; return whether all came, in time, and all were well.
+
+        Once a rank has given up waiting, nobody is let through any more.
+        """
+        if not is_well:
+            self.store.set(f"{name}/unwell", "")
+        self.store.set(f"{name}/came/{self.rank}", "")
+        is_last = self.store.add(f"{name}/count", 1) == self.num_ranks
+        if is_last and not self.store.check([f"{name}/given up"]):
+            self.store.set(f"{name}/complete", "")
+        try:
+            self.store.wait([f"{name}/complete"], datetime.timedelta(seconds=self.timeout_s))
+        except dist.DistError:  # the time is over
+            return False
+        return not self.store.check([f"{name}/unwell"])
+
+    def give_up(self, name: str) -> None:
+        """Let nobody through who comes later."""
+        self.store.set(f"{name}/given up", "")
+
+    def came(self, name: str) -> list[int]:
+        """Return the ranks that are here by now."""
+        ranks = range(self.num_ranks)
+        return [rank for rank in ranks if self.store.check([f"{name}/came/{rank}"])]
+
+
+def join(place: Place, *, has_agent_store: bool, timeout_s: float) -> Meeting:
+    """Reach the place where ranks meet. Raises MeetingError if that takes too long.
+
+    has_agent_store: whether torchrun runs the store; else rank 0 does.
+    """
+    host, port = place.master_host, place.master_port
+    is_server = place.rank == 0 and not has_agent_store
+    deadline = time.monotonic() + timeout_s
+    while not is_server:  # first by a plain connection, which says why it fails
+        try:
+            socket.create_connection((host, port), _CONNECT_S).close()
+            break
+        except OSError as error:
+            if time.monotonic() + _BETWEEN_TRIES_S > deadline:
+                raise MeetingError(error.strerror or str(error)) from error
+            time.sleep(_BETWEEN_TRIES_S)
+    left = max(1.0, deadline - time.monotonic())
+    try:
+        store = dist.TCPStore(
+            host,
+            port,
+            place.num_ranks,
+            is_master=is_server,
+            timeout=datetime.timedelta(seconds=left),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (dist.DistError, ValueError) as error:
+        raise MeetingError(_first_line(error)) from error
+    return Meeting(
+        dist.PrefixStore("fullshard/doctor", store),
+        rank=place.rank,
+        num_ranks=place.num_ranks,
+        timeout_s=timeout_s,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
+
+
+# From host to host, by plain TCP
+
+
+def knock_at_hosts(
+    meeting: Meeting, facts: RankFacts, leaders: Sequence[int]
+) -> tuple[tuple[Knock, ...], bool]:
+    """Connect from each host to each other one, at the address that Gloo would use.
+
+    leaders: the first rank of each host. Collective. Returns what this rank's host found, and
+    whether every host reached all others.
+    """
+    is_leader = facts.rank in leaders
+    knocks: list[Knock] = []
+    with _door(_address(facts)) if is_leader else contextlib.nullcontext(0) as port:
+        if is_leader:
+            meeting.post("door", (_address(facts), port))
+        is_open = meeting.arrive("doors")
+        if is_leader and is_open:
+            doors = {rank: meeting.posted("door", rank) for rank in leaders if rank != facts.rank}
+            knocks = _knock(facts.rank, doors)
+        all_good = meeting.arrive("knocks", is_well=not any(knock.error for knock in knocks))
+    return tuple(knocks), all_good
+
+
+@contextlib.contextmanager
+def _door(address: str) -> Iterator[int]:
+    """Listen on a free port where others look for this host, or everywhere if that is no address of its own.
+
+    The kernel accepts: nothing is read, and all who came are sent away at the end.
+    """
+    try:
+        server = socket.create_server((address, 0), backlog=1024)
+    except OSError:
+        server = socket.create_server(("", 0), backlog=1024)
+    with server:
+        yield server.getsockname()[1]
+
+
+def _knock(source: int, doors: Mapping[int, tuple[str, int]]) -> list[Knock]:
+    def knock(target: int) -> Knock:
+        host, port = doors[target]
+        error = ""
+        try:
+            socket.create_connection((host, port), _KNOCK_S).close()
+        except OSError as caught:
+            error = caught.strerror or str(caught)
+        return Knock(source, target, f"{host}:{port}", error)
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        return list(pool.map(knock, doors))
+
+
+def _address(facts: RankFacts) -> str:
+    """Return the address that Gloo tells other hosts."""
+    machine = facts.machine
+    for name in facts.environment.get("GLOO_SOCKET_IFNAME", "").split(","):
+        if name in machine.interfaces:
+            return machine.interfaces[name]
+    return machine.addresses[0] if machine.addresses else machine.name
+
+
+# From rank to rank, over Gloo
+
+
+def plan_turns(hosts: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
+    """Plan which ranks exchange messages, in turns of which each has a rank in one pair at most.
+
+    hosts: the ranks of each host. Each rank meets each other one, up to `MOST_RANKS`. Of more, all ranks of a host
+    meet, and the first ones of hosts: turns grow with hosts and with ranks of a host, not with their product.
+    """
+    everybody = sorted(rank for ranks in hosts for rank in ranks)
+    if len(everybody) <= MOST_RANKS:
+        return _meet([everybody])
+    return [*_meet([[ranks[0] for ranks in hosts]]), *_meet(hosts)]
+
+
+def _meet(circles: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
+    """Pair all members of each circle with each other.
+
+    In turn t the members number i and j meet for which i + j = t, modulo the circle's size: each i has one j.
+    """
+    size = max(map(len, circles))
+    turns: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+    for members in circles:
+        for j, second in enumerate(members):
+            for i, first in enumerate(members[:j]):
+                turns[(i + j) % len(members)].append((first, second))
+    return [turn for turn in turns if turn]
+
+
+def measure_links(rank: int, turns: Sequence[Sequence[tuple[int, int]]]) -> tuple[Link, ...]:
+    """Exchange messages with this rank's partner of each turn, until one fails. Collective.
+
+    Returns links that this rank led, or could not make.
+    """
+    links = []
+    for turn, pairs in enumerate(turns):
+        for first, second in pairs:
+            try:
+                if rank == first:
+                    links.append(_lead(first, second, turn))
+                elif rank == second:
+                    _follow(first)
+            except RuntimeError as error:
+                links.append(Link(first, second, turn, error=_first_line(error)))
+                return tuple(links)
+    return tuple(links)
+
+
+def _lead(first: int, second: int, turn: int) -> Link:
+    """Greet and send loads; the partner answers with the time on its clock."""
+    word, load = _buffers()
+    greetings = []
+    for _ in range(_NUM_GREETINGS):
+        clock, began = time.time(), time.perf_counter()
+        dist.send(word, second)
+        dist.recv(word, second)
+        took = time.perf_counter() - began
+        # The partner read its clock at some moment in between: half of the time, give or take that.
+        greetings.append((took, word.item() - (clock + took / 2)))
+    took, ahead = min(greetings)
+    loads = []
+    for _ in range(_NUM_LOADS):
+        began = time.perf_counter()
+        dist.send(load, second)
+        dist.recv(word, second)
+        loads.append(time.perf_counter() - began)
+    speed = _LOAD_NBYTES / max(min(loads) - took / 2, 1e-9)
+    return Link(first, second, turn, took / 2, speed, ahead, took / 2)
+
+
+def _follow(first: int) -> None:
+    word, load = _buffers()
+    for _ in range(_NUM_GREETINGS):
+        dist.recv(word, first)
+        word.fill_(time.time())
+        dist.send(word, first)
+    for _ in range(_NUM_LOADS):
+        dist.recv(load, first)
+        dist.send(word, first)
+
+
+def _buffers() -> tuple[torch.Tensor, torch.Tensor]:
+    word = torch.zeros(1, dtype=torch.float64, device="cpu")
+    return word, torch.zeros(_LOAD_NBYTES, dtype=torch.uint8, device="cpu")
+
+
+# All ranks of a host, then all
 
 
 def reduce_over_nccl(
@@ -24,57 +281,49 @@ def reduce_over_nccl(
 ) -> tuple[Collective, ...]:
     """Sum a tensor over the ranks of each scope, in turn, until one fails. Collective.
 
-    scopes: groups of ranks; every rank gives the same. Not run on a GPU yet.
+    scopes: groups of ranks; every rank gives the same.
     """
     found: list[Collective] = []
-    for ranks in scopes:
-        group = dist.new_group(list(ranks), backend="nccl")
-        if dist.get_rank() not in ranks:
-            continue
-        assert group is not None
+    for ranks, group in _groups(scopes, backend="nccl"):
+        # In a thread, which is left behind if NCCL waits for ever.
+        pool = concurrent.futures.ThreadPoolExecutor(1, "fullshard-doctor-nccl")
+        summed = pool.submit(functools.partial(_reduce, group, device))
         try:
-            seconds = _within(timeout_s, functools.partial(_reduce, group, device))
-        except (RuntimeError, TimeoutError) as error:
-            return (*found, Collective(tuple(ranks), error=str(error).splitlines()[0]))
-        found.append(Collective(tuple(ranks), seconds, _REDUCED_NBYTES / seconds))
+            seconds = summed.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            return (*found, Collective(ranks, error=f"no end within {timeout_s:g} s"))
+        except RuntimeError as error:
+            return (*found, Collective(ranks, error=_first_line(error)))
+        pool.shutdown()
+        found.append(Collective(ranks, seconds, _REDUCED_NBYTES / seconds))
     return tuple(found)
+
+
+def _groups(
+    scopes: Sequence[Sequence[int]], backend: str | None = None
+) -> Iterator[tuple[tuple[int, ...], dist.ProcessGroup]]:
+    """Make the process group of each scope, and yield those of this rank. Collective."""
+    for ranks in scopes:
+        group = dist.new_group(list(ranks), backend=backend)
+        if dist.get_rank() in ranks:
+            assert group is not None
+            yield tuple(ranks), group
 
 
 def _reduce(group: dist.ProcessGroup, device: torch.device) -> float:
     """Return the seconds that an all-reduce takes. Raises RuntimeError if the sum is wrong."""
     load = torch.empty(_REDUCED_NBYTES // 4, dtype=torch.float32, device=device)
     times = []
-    for _ in range(_NUM_TIMES):
+    for _ in range(_NUM_REDUCTIONS):
         load.fill_(1.0)
-        wait_for_device(device)
+        torch.accelerator.synchronize(device)
         began = time.perf_counter()
         dist.all_reduce(load, group=group)
-        wait_for_device(device)
+        torch.accelerator.synchronize(device)
         times.append(time.perf_counter() - began)
     if not bool((load == group.size()).all()):
         raise RuntimeError(f"the sum of {group.size()} ones is {load.min().item():g}")
     return min(times)
-
-
-def _within(seconds: float, work: Callable[[], float]) -> float:
-    """Return what work returns, which runs in a thread: NCCL may wait for ever. Raises TimeoutError."""
-    results: list[float] = []
-    errors: list[RuntimeError] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except RuntimeError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="fullshard-doctor-nccl", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError(f"no end within {seconds:g} s")
-    return results[0]
 
 
 def try_fullshard(
@@ -85,19 +334,12 @@ def try_fullshard(
     scopes: groups of ranks; every rank gives the same. Those of one rank are left out.
     """
     found: list[Communication] = []
-    for ranks in scopes:
-        if len(ranks) == 1:
-            continue
-        group = dist.new_group(list(ranks))
-        if dist.get_rank() not in ranks:
-            continue
-        assert group is not None
+    for ranks, group in _groups([ranks for ranks in scopes if len(ranks) > 1]):
         try:
             chosen = _step(group, device)
         except (FullshardError, RuntimeError, ImportError) as error:
-            reason = str(error).splitlines()[0]
-            return (*found, Communication(tuple(ranks), device.type, error=reason))
-        found.append(Communication(tuple(ranks), device.type, chosen))
+            return (*found, Communication(ranks, device.type, error=_first_line(error)))
+        found.append(Communication(ranks, device.type, chosen))
     return tuple(found)
 
 

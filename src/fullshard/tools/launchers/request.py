@@ -10,9 +10,6 @@ from fullshard.tools.config import OptionError
 COMMANDS = ("train", "doctor", "replay")
 """Commands of `fullshard` that run as ranks which others start."""
 
-PORT = 29500
-"""Where ranks meet on the first host, on hosts that one job has to itself; torchrun's own default."""
-
 _USED_BY = {
     "gpu": ("sky",),
     "image": ("k8s",),
@@ -24,11 +21,6 @@ _USED_BY = {
     "restarts": ("ray", "slurm", "torchrun"),
 }
 _FLAGS = {"time_limit": "--time", "cpus_per_rank": "--cpus-per-rank"}
-
-TO_SAVE_S = 120
-"""How long ranks have to save, from the signal to the end. torchrun waits a little less."""
-TORCHRUN_WAITS = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(TO_SAVE_S - 10))
-"""Read by torch 2.13 and newer; an older one kills ranks 30 s after the signal."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,31 +126,3 @@ def program_of(words: Sequence[str], *, goes_on: bool) -> tuple[str, ...]:
         f"{first}: is none of fullshard's {', '.join(COMMANDS)}, no Python script, and not -m MODULE. Give "
         "what torchrun is given, without torchrun."
     )
-
-
-def torchrun(options: Sequence[str], program: Sequence[str], *, before: str = "") -> str:
-    """Return the command line of torchrun, an option a line. Options are shell text, `program` is quoted."""
-    lines = [f"{before}torchrun", *options, shlex.join(program)]
-    return " \\\n    ".join(lines)
-
-
-def preparation(request: Request, *more: str) -> str:
-    """Return the lines of shell before torchrun: what the user has given, and what restarts need."""
-    lines = [*more, *([request.setup] if request.setup else [])]
-    if request.restarts:
-        # Else ranks that are started again may read the addresses of those before them, and fail:
-        # https://github.com/pytorch/pytorch/issues/135712, seen with torch 2.13 and Gloo.
-        lines.append(
-            "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # ranks that start again meet anew"
-        )
-    return "".join(f"{line}\n" for line in lines)
-
-
-def restarting(request: Request) -> list[str]:
-    """Return torchrun's option to start ranks again on the same hosts, if the user wants it."""
-    return [f"--max-restarts {request.restarts}"] if request.restarts else []
-
-
-def comment(request: Request, *more: str) -> str:
-    """Return the lines that say where a text comes from, and what to do with it."""
-    return "\n".join(f"# {line}" for line in (f"Printed by: {request.origin}", *more))
