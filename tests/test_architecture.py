@@ -311,7 +311,7 @@ def test_no_package_binds_a_name_of_its_submodules(package: Path) -> None:
 # The most lines of source that each room may have; "top" are the files beside them. To raise one is no fault,
 # and asks for a sentence in the commit that says what users get for it. Lower it when a room has shrunk.
 _MOST_LINES = {
-    "batches": 600,
+    "batches": 745,
     "checkpoint": 7550,
     "comm": 3175,
     "debugging": 1350,
@@ -331,7 +331,7 @@ _MOST_LINES = {
     "peers": 3005,
     "plan": 1540,
     "state": 3270,
-    "tools": 14750,
+    "tools": 14500,
     "top": 2065,
     "watch": 1440,
 }

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.tools.config import TrainConfig
-from fullshard.tools.text.corpus import open_corpus
-from fullshard.tools.text.files import CorpusError
+from fullshard.tools.text.cache import CorpusError
 from fullshard.tools.text.finding import (
     HELD_OUT,
     TRAINING,
@@ -21,7 +20,7 @@ from fullshard.tools.text.finding import (
     split_of,
 )
 from fullshard.tools.text.opening import open_text
-from tests.tools.text.conftest import Words
+from tests.tools.text.conftest import Words, byte_text, open_corpus
 
 
 def _names(path: Path, use: Use = TRAINING, skipped: Skipped | None = None) -> list[str]:
@@ -77,8 +76,9 @@ def test_of_a_data_set_one_split_is_taken_and_the_rest_is_said(tmp_path: Path) -
 
 def test_what_is_held_out_is_not_said_to_be_left_out(tmp_path: Path) -> None:
     _folder(tmp_path, "train.jsonl", "test.jsonl")
-    corpus = open_corpus([str(tmp_path)], seq=4, val_data=[str(tmp_path)])
-    assert not corpus.skipped
+    text = byte_text([str(tmp_path)], seq=4, val_data=(str(tmp_path),))
+    assert not text.remarks
+    corpus = text.corpus
     assert (corpus.train_nbytes, corpus.val_nbytes) == (12, 12)
 
 
@@ -126,7 +126,7 @@ def test_text_that_is_trained_on_cannot_be_held_out(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("hello there " * 5)
     with pytest.raises(CorpusError, match=r"--val-data: .*a\.txt is text of --data as well"):
-        open_corpus([str(tmp_path)], seq=4, val_data=[str(path)])
+        open_corpus([str(tmp_path)], seq=4, val_data=(str(path),))
 
 
 class TestSaved:
@@ -156,7 +156,7 @@ class TestSaved:
 
     def test_its_bytes_are_those_of_its_texts_a_line_each(self, folder: Path) -> None:
         corpus = open_corpus(
-            [str(folder)], seq=2, val_data=[str(folder)], cache=folder.parent / "cache"
+            [str(folder)], seq=2, val_data=(str(folder),), cache=folder.parent / "cache"
         )
         assert corpus.read(0, corpus.train_nbytes) == b"one\ntwo\n"
         assert corpus.read(corpus.train_nbytes, corpus.val_nbytes) == b"three\n"
