@@ -331,7 +331,7 @@ _MOST_LINES = {
     "peers": 3005,
     "plan": 1540,
     "state": 3270,
-    "tools": 14500,
+    "tools": 14400,
     "top": 2065,
     "watch": 1440,
 }

@@ -27,8 +27,7 @@ from fullshard.models.model_config import read_model_config
 from fullshard.plan.trace import read_trace
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.config_file import read_options
-from fullshard.tools.report import write_report
-from fullshard.tools.report_compare import compare
+from fullshard.tools.report import compare, write_report
 from fullshard.tools.run_facts import gather_facts
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.text.documents import json_lines
