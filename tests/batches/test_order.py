@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.data import DataLoader
 
 import fullshard
@@ -107,6 +109,18 @@ def test_ranks_without_samples_are_refused(numbers: tuple[int, int, int, int], s
     num_samples, batch_size, own, num_ranks = numbers
     with pytest.raises(fullshard.ShardingError, match=said):
         ResumableOrder(num_samples, batch_size, rank=own, num_ranks=num_ranks)
+
+
+@on_ranks(2)
+def test_a_checkpoint_keeps_it(tmp_path: Path) -> None:
+    order, model = ResumableOrder(10, 4, seed=1), nn.Linear(2, 2)
+    fullshard.fully_shard(model)
+    order.advance()
+    fullshard.save_checkpoint(tmp_path / "a", model, extra={"order": order})
+    resumed = ResumableOrder(10, 2, seed=1)
+    fullshard.load_checkpoint(tmp_path / "a", model, extra={"order": resumed})
+    assert resumed.state_dict() == order.state_dict()
+    assert resumed.samples(1) == [_order(10, 1, seed=1).sample(4 + rank(), 0)]
 
 
 @on_ranks(3)

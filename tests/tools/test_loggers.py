@@ -21,7 +21,7 @@ from fullshard.tools.text.cache import CorpusError
 from tests.examples.test_examples import PYTHON
 from tests.fresh import Ended, in_warm_forks
 from tests.tools.processes import TINY, environment
-from tests.tools.text.conftest import byte_text, open_corpus
+from tests.tools.text.conftest import byte_text
 
 LOGGER = '''
 import json
@@ -144,7 +144,7 @@ def test_what_is_held_out_is_never_trained_on(
     if not text.exists():
         text.write_bytes(bytes(1 + n % 251 for n in range(1000)))
     opened = byte_text([str(text)], seq=8, val_fraction=fraction, seed=seed, val_sequences=count)
-    corpus = opened.corpus
+    corpus = opened
     assert corpus.train_nbytes + corpus.val_nbytes == 1000
     for index in range(8):
         assert opened.start(step, index) + 8 < corpus.train_nbytes
@@ -159,7 +159,7 @@ def test_what_is_held_out_is_never_trained_on(
 def test_without_a_split_the_same_windows_are_drawn_as_ever(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(1 + n % 251 for n in range(1000)))
     text = byte_text([str(tmp_path)], seq=8, seed=3)
-    assert text.corpus.val_nbytes == 0
+    assert text.val_nbytes == 0
     drawn = text.batch(5, range(4)).inputs
     assert drawn[:, 0].tolist() == [166, 49, 124, 220]  # as before there were splits
 
@@ -168,7 +168,7 @@ def test_text_too_short_to_be_split_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 100)
     for fraction, held in ((0.05, 5), (0.95, 95)):
         with pytest.raises(CorpusError, match=f"holds {held} out and leaves {100 - held}, but one"):
-            open_corpus([str(tmp_path)], seq=8, val_fraction=fraction)
+            byte_text([str(tmp_path)], seq=8, val_fraction=fraction)
     with pytest.raises(OptionError, match=r"--val-fraction 1\.0: must be from 0 to below 1"):
         TrainConfig(val_fraction=1.0)
     with pytest.raises(OptionError, match="--val-sequences 0"):

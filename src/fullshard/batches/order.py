@@ -19,7 +19,8 @@ class ResumableOrder:
         order.load_state_dict(saved)  # where a run is resumed, on any number of ranks
         for batch in DataLoader(dataset, batch_sampler=order):
             ...  # train on it
-            order.advance()  # and save order.state_dict() with the model
+            order.advance()
+            ...  # and perhaps save_checkpoint(..., extra={"order": order})
 
     In each epoch every sample comes once. No state is drawn from, so ranks tell each other nothing, a step's samples
     are the same however many ranks share them, and a resumed run goes on as if it had not ended. Ten samples,
@@ -32,6 +33,7 @@ class ResumableOrder:
     num_samples: in the data set. batch_size: samples of a step, over all ranks. Where it is no multiple of the
         ranks, some have one more: `weighted_loss` then counts every sample the same.
     rank, num_ranks: this process'; by default those of torch.distributed, or 0 of 1 before it is initialized.
+    step: how many steps are done, which is the number of the next one.
 
     Raises ShardingError for numbers that leave a rank without a sample.
     """

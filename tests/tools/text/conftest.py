@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 
 from fullshard.tools.config import TrainConfig
-from fullshard.tools.text.corpus import ByteText, Corpus
+from fullshard.tools.text.corpus import ByteText
 from fullshard.tools.text.opening import open_text
 from fullshard.tools.text.tokenizer import Tokenizer, open_tokenizer
 from fullshard.tools.text.tokens import Tokens
@@ -49,10 +49,6 @@ def byte_text(data: Sequence[str], *, cache: Path = Path(), **options: object) -
     text = open_text(config, None, cache=cache)
     assert isinstance(text, ByteText)
     return text
-
-
-def open_corpus(data: Sequence[str], *, cache: Path = Path(), **options: object) -> Corpus:
-    return byte_text(data, cache=cache, **options).corpus
 
 
 @pytest.fixture(autouse=True)

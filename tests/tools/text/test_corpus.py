@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.tools.text.cache import CorpusError
-from tests.tools.text.conftest import byte_text, open_corpus
+from tests.tools.text.conftest import byte_text
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_folders_give_their_text_in_order(folder: Path) -> None:
-    corpus = open_corpus([str(folder)], seq=4)
+    corpus = byte_text([str(folder)], seq=4)
     assert [path.name for path in corpus.paths] == ["a.txt", "two.txt"]
     assert corpus.ends == (10, 16)
 
@@ -49,9 +49,9 @@ def test_a_binary_file_is_refused_by_name_and_skipped_by_folder_with_its_reason(
     path = tmp_path / "model.bin"
     path.write_bytes(b"\0" * 100)
     with pytest.raises(CorpusError, match=r"model\.bin: is not text \(a zero byte .* UTF-8"):
-        open_corpus([str(path)], seq=4)
+        byte_text([str(path)], seq=4)
     with pytest.raises(CorpusError, match=r"0 bytes of text .* Skipped: 1 binary \(.*model\.bin\)"):
-        open_corpus([str(tmp_path)], seq=4)
+        byte_text([str(tmp_path)], seq=4)
 
 
 class TestJsonLines:
@@ -63,7 +63,7 @@ class TestJsonLines:
         return path
 
     def test_the_text_is_that_of_the_field_one_line_each(self, path: Path) -> None:
-        corpus = open_corpus([str(path)], seq=4)
+        corpus = byte_text([str(path)], seq=4)
         whole = "abc\nd\u00e9\n\nf\n\n".encode()
         assert corpus.nbytes == len(whole)
         for start in range(len(whole)):
@@ -72,16 +72,16 @@ class TestJsonLines:
 
     def test_it_stands_beside_other_text_in_a_folder(self, path: Path) -> None:
         (path.parent / "a.txt").write_text("first ")
-        corpus = open_corpus([str(path.parent)], seq=4)
+        corpus = byte_text([str(path.parent)], seq=4)
         assert corpus.read(0, 10) == b"first abc\n"
 
     def test_another_field_is_named(self, path: Path) -> None:
         path.write_text('{"content": "hello", "id": 1}\n' * 5)
-        assert open_corpus([str(path)], seq=4, text_field="content").read(0, 6) == b"hello\n"
+        assert byte_text([str(path)], seq=4, text_field="content").read(0, 6) == b"hello\n"
         with pytest.raises(
             CorpusError, match=r"line 1: has no field 'text' .* --text-field .*content"
         ):
-            open_corpus([str(path)], seq=4)
+            byte_text([str(path)], seq=4)
 
     @pytest.mark.parametrize(
         ("line", "said"),
@@ -94,17 +94,17 @@ class TestJsonLines:
     def test_a_line_that_cannot_be_read_is_named(self, path: Path, line: str, said: str) -> None:
         path.write_text('{"text": "abc"}\n' + line)
         with pytest.raises(CorpusError, match=f"books.jsonl, {said}"):
-            open_corpus([str(path)], seq=4)
+            byte_text([str(path)], seq=4)
 
     def test_a_run_goes_on_with_the_text_that_it_was_started_with(self, path: Path) -> None:
-        corpus = open_corpus([str(path)], seq=4)
+        corpus = byte_text([str(path)], seq=4)
         path.write_text(path.read_text().replace("abc", "xyz"))
         assert corpus.read(0, 4) == b"abc\n"
-        assert open_corpus([str(path)], seq=4).read(0, 4) == b"xyz\n"
+        assert byte_text([str(path)], seq=4).read(0, 4) == b"xyz\n"
 
 
 def test_reading_crosses_file_borders(folder: Path) -> None:
-    corpus = open_corpus([str(folder)], seq=4)
+    corpus = byte_text([str(folder)], seq=4)
     whole = b"abcdefghijklmnop"
     for start in range(16):
         for stop in range(start, 17):
@@ -112,7 +112,7 @@ def test_reading_crosses_file_borders(folder: Path) -> None:
 
 
 def test_the_default_is_the_standard_library_without_installed_packages() -> None:
-    corpus = open_corpus([], seq=256)
+    corpus = byte_text([], seq=256)
     assert corpus.nbytes > 3e6
     assert {"argparse.py", "ast.py"} <= {path.name for path in corpus.paths}
     assert not any("site-packages" in path.parts for path in corpus.paths)
@@ -121,10 +121,10 @@ def test_the_default_is_the_standard_library_without_installed_packages() -> Non
 def test_entropy_is_that_of_single_bytes(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"abcd" * 100)
-    survey = open_corpus([str(path)], seq=4).survey
+    survey = byte_text([str(path)], seq=4).survey
     assert survey.unigram_entropy == pytest.approx(math.log(4))
     path.write_bytes(b"abdc" * 100)
-    assert open_corpus([str(path)], seq=4).survey.fingerprint != survey.fingerprint
+    assert byte_text([str(path)], seq=4).survey.fingerprint != survey.fingerprint
 
 
 def test_large_text_is_surveyed_in_blocks(tmp_path: Path) -> None:
@@ -132,14 +132,14 @@ def test_large_text_is_surveyed_in_blocks(tmp_path: Path) -> None:
     path.write_bytes(b"a" * 500 + b"b" * 500)
     # Blocks at 0, 333 and 666: two of a, one of b.
     expected = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))
-    survey = open_corpus([str(path)], seq=4).surveyed(most=300, block=100)
+    survey = byte_text([str(path)], seq=4).surveyed(most=300, block=100)
     assert survey.unigram_entropy == pytest.approx(expected)
 
 
 @given(seed=st.integers(0, 2**31 - 1), step=st.integers(0, 10**9), index=st.integers(0, 10**6))
 def test_every_window_lies_inside(seed: int, step: int, index: int) -> None:
     text = byte_text([__file__], seq=256, seed=seed)
-    assert 0 <= text.start(step, index) <= text.corpus.nbytes - 257
+    assert 0 <= text.start(step, index) <= text.nbytes - 257
 
 
 def test_ranks_share_the_sequences_of_a_step() -> None:
@@ -159,7 +159,7 @@ def test_ranks_share_the_sequences_of_a_step() -> None:
 def test_text_that_shrinks_or_vanishes_is_named(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"abcd" * 100)
-    corpus = open_corpus([str(path)], seq=4)
+    corpus = byte_text([str(path)], seq=4)
     path.write_bytes(b"abcd")
     with pytest.raises(CorpusError, match=r"text has become shorter"):
         corpus.read(100, 10)

@@ -17,7 +17,7 @@ from fullshard.tools.text.cache import CorpusError
 from fullshard.tools.text.documents import TextFile
 from fullshard.tools.text.finding import TRAINING, Skipped, find_sources
 from fullshard.tools.text.tokens import Tokens, tokenized
-from tests.tools.text.conftest import Words, all_of, open_corpus
+from tests.tools.text.conftest import Words, all_of, byte_text
 
 DOCUMENTS = ["a b c", "", "d", "   ", "e f"]
 EXPECTED = [3, 4, 5, 2, 6, 2, 7, 8, 2]
@@ -141,9 +141,7 @@ def test_other_bytes_than_were_written_are_not_trained_on(
 
     def read() -> object:
         if name == "bytes":
-            corpus = open_corpus(
-                [str(path)], seq=4, text_field="body", cache=words.folder / "cache"
-            )
+            corpus = byte_text([str(path)], seq=4, text_field="body", cache=words.folder / "cache")
             return corpus.read(39_990, 8)
         found = _tokenized(words, path, field="body")
         return found.ends.tolist(), *(part.tolist() for part in found.read([19_990, 1], 6))

@@ -9,7 +9,6 @@ import struct
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -17,28 +16,33 @@ import numpy.typing as npt
 import torch
 from rich.filesize import decimal
 
-from fullshard.tools.config import TrainConfig
-from fullshard.tools.text.cache import CorpusError
 from fullshard.tools.text.documents import Source
-from fullshard.tools.text.finding import Skipped
 from fullshard.tools.text.interface import Batch, Survey, survey_of
 
 NUM_BYTES = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class Corpus:
-    """Files in a fixed order with the offset of each end in their concatenation.
+class ByteText:
+    """Files in a fixed order, with the offset of each end in their concatenation, and windows from anywhere in it.
 
     Files of 10 and 6 bytes have ends (10, 16); byte 12 is byte 2 of the second. Nothing is kept
-    in memory: a window is read when it is drawn, so text larger than memory works.
+    in memory: a window is read when it is drawn, so text larger than memory works. Each window is as likely as any other.
 
-    val_nbytes: bytes at the end that are never trained on.
+    val_nbytes: bytes at the end that are never trained on. num_sequences: windows of these that are measured.
+    remarks: what else a person should know.
     """
 
     files: tuple[Source, ...]
     ends: tuple[int, ...]
     val_nbytes: int
+    seq: int
+    batch_size: int
+    seed: int
+    num_sequences: int
+    remarks: Sequence[str]
+    vocab_size: int = NUM_BYTES
+    end_token: None = None
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -47,6 +51,14 @@ class Corpus:
     @property
     def nbytes(self) -> int:
         return self.ends[-1]
+
+    @property
+    def train_nbytes(self) -> int:
+        return self.nbytes - self.val_nbytes
+
+    @property
+    def size(self) -> str:
+        return f"{self.nbytes} bytes"
 
     def read(self, start: int, nbytes: int) -> bytes:
         """Read across file borders; raises CorpusError when a file is gone or has shrunk."""
@@ -58,10 +70,6 @@ class Corpus:
             parts.append(self.files[index].read(offset, wanted))
             start, nbytes, index = start + wanted, nbytes - wanted, index + 1
         return b"".join(parts)
-
-    @property
-    def train_nbytes(self) -> int:
-        return self.nbytes - self.val_nbytes
 
     @cached_property
     def survey(self) -> Survey:
@@ -76,80 +84,16 @@ class Corpus:
         digest = hashlib.sha256(struct.pack("<q", self.nbytes))
         return survey_of(read, self.nbytes, NUM_BYTES, digest, most=most, block=block)
 
-
-def open_corpus(
-    sources: Sequence[Source], held: Sequence[Source], config: TrainConfig, skipped: Skipped
-) -> Corpus:
-    """Put text one behind the other: what is trained on, and behind it what is held out, or else its own end.
-
-    Notes empty files in `skipped`. Raises CorpusError for text of which a part is shorter than one sequence.
-    """
-    seq, fraction = config.seq, config.val_fraction
-    if config.data:
-        skipped.empty += [str(source.path) for source in sources if not source.nbytes]
-    files = [source for source in (*sources, *held) if source.nbytes]
-    total, num_held = (sum(each.nbytes for each in part) for part in (files, held))
-    if total - num_held < seq + 1:
-        what = ", ".join(config.data)
-        what = what or "Python's standard library (its .py files may not be installed)"
-        num_files = sum(1 for source in sources if source.nbytes)
-        raise CorpusError(
-            f"--data: {what} holds {total - num_held} bytes of text in {num_files} files, but one sequence "
-            f"needs {seq + 1}. {f'Skipped: {skipped}. ' if skipped else ''}Give more text with "
-            "--data, or a smaller --seq."
-        )
-    if config.val_data and num_held < seq + 1:
-        raise CorpusError(
-            f"--val-data: {', '.join(config.val_data)} holds {num_held} bytes of text, but one sequence needs "
-            f"{seq + 1}. Give more text, or a smaller --seq."
-        )
-    val_nbytes = num_held or int(total * fraction)
-    if fraction and min(val_nbytes, total - val_nbytes) < seq + 1:
-        raise CorpusError(
-            f"--val-fraction {fraction}: of {total} bytes of text it holds {val_nbytes} out and leaves "
-            f"{total - val_nbytes}, but one sequence needs {seq + 1}. Give more text, or another fraction."
-        )
-    return Corpus(tuple(files), tuple(accumulate(each.nbytes for each in files)), val_nbytes)
-
-
-@dataclasses.dataclass(frozen=True)
-class ByteText:
-    """A corpus as the text of a run: sequences are windows from anywhere in it, each as likely as any other.
-
-    num_sequences: windows of the text held out that are measured. remarks: what else a person should know.
-    """
-
-    corpus: Corpus
-    seq: int
-    batch_size: int
-    seed: int
-    num_sequences: int
-    remarks: Sequence[str]
-    vocab_size: int = NUM_BYTES
-    end_token: None = None
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        return self.corpus.paths
-
-    @property
-    def size(self) -> str:
-        return f"{self.corpus.nbytes} bytes"
-
-    @property
-    def survey(self) -> Survey:
-        return self.corpus.survey
-
     def notes(self) -> list[str]:
         num_files = len(self.paths)
         said = [
-            f"corpus: {decimal(self.corpus.nbytes)} in {num_files} "
+            f"corpus: {decimal(self.nbytes)} in {num_files} "
             f"file{'s' if num_files > 1 else ''}, "
             f"unigram entropy {self.survey.unigram_entropy:.3f} nats per byte"
         ]
-        if self.corpus.val_nbytes:
+        if self.val_nbytes:
             said.append(
-                f"held out: {decimal(self.corpus.val_nbytes)}, of which {self.num_sequences:,} sequences of "
+                f"held out: {decimal(self.val_nbytes)}, of which {self.num_sequences:,} sequences of "
                 f"{self.seq:,} are measured"
             )
         return [*said, *self.remarks]
@@ -162,7 +106,7 @@ class ByteText:
         """
         key = struct.pack("<qqq", self.seed, step, index)
         drawn = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
-        return drawn % (self.corpus.train_nbytes - self.seq)
+        return drawn % (self.train_nbytes - self.seq)
 
     def batch(self, step: int, indices: range) -> Batch:
         return self._batch([self.start(step, index) for index in indices])
@@ -172,13 +116,13 @@ class ByteText:
 
     def held_out(self, indices: range) -> Batch:
         """Return sequences that are spread evenly over the text held out; where it is short they overlap."""
-        room, last = self.corpus.val_nbytes - self.seq - 1, self.num_sequences - 1
-        first = self.corpus.train_nbytes
+        room, last = self.val_nbytes - self.seq - 1, self.num_sequences - 1
+        first = self.train_nbytes
         return self._batch([first + min(index, last) * room // max(1, last) for index in indices])
 
     @property
     def num_held_out(self) -> int:
-        return self.num_sequences if self.corpus.val_nbytes else 0
+        return self.num_sequences if self.val_nbytes else 0
 
     def num_held_out_targets(self) -> int:
         return self.num_sequences * self.seq
@@ -193,6 +137,6 @@ class ByteText:
         return bytes(tokens).decode(errors="replace")
 
     def _batch(self, starts: Sequence[int]) -> Batch:
-        parts = (np.frombuffer(self.corpus.read(start, self.seq + 1), np.uint8) for start in starts)
+        parts = (np.frombuffer(self.read(start, self.seq + 1), np.uint8) for start in starts)
         rows = torch.from_numpy(np.stack([*parts]).astype(np.int64))
         return Batch(rows[:, :-1], rows[:, 1:])

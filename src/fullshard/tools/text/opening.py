@@ -1,11 +1,13 @@
 """From a run's options to its text: bytes, or packed documents in the tokens of a tokenizer."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.progress import Copying
-from fullshard.tools.text.corpus import ByteText, open_corpus
+from fullshard.tools.text.cache import CorpusError
+from fullshard.tools.text.corpus import ByteText
 from fullshard.tools.text.documents import DEFAULT_FIELD, TABLES, Source, Table, TextFile
 from fullshard.tools.text.finding import (
     HELD_OUT,
@@ -47,14 +49,47 @@ def open_text(config: TrainConfig, tokenizer: Tokenizer | None, *, cache: Path) 
     skipped = skipped.without(others)
     if tokenizer is not None:
         return _packed(sources, others, config, tokenizer, skipped, cache)
-    corpus = open_corpus(sources, others, config, skipped)
+    return _bytes(sources, others, config, skipped)
+
+
+def _bytes(
+    sources: list[Source], others: list[Source], config: TrainConfig, skipped: Skipped
+) -> ByteText:
+    """Put text one behind the other: what is trained on, and behind it what is held out, or else its own end."""
+    seq, fraction = config.seq, config.val_fraction
+    if config.data:
+        skipped.empty += [str(source.path) for source in sources if not source.nbytes]
+    files = [source for source in (*sources, *others) if source.nbytes]
+    total, num_held = (sum(each.nbytes for each in part) for part in (files, others))
+    if total - num_held < seq + 1:
+        what = ", ".join(config.data)
+        what = what or "Python's standard library (its .py files may not be installed)"
+        num_files = sum(1 for source in sources if source.nbytes)
+        raise CorpusError(
+            f"--data: {what} holds {total - num_held} bytes of text in {num_files} files, but one sequence "
+            f"needs {seq + 1}. {f'Skipped: {skipped}. ' if skipped else ''}Give more text with "
+            "--data, or a smaller --seq."
+        )
+    if config.val_data and num_held < seq + 1:
+        raise CorpusError(
+            f"--val-data: {', '.join(config.val_data)} holds {num_held} bytes of text, but one sequence needs "
+            f"{seq + 1}. Give more text, or a smaller --seq."
+        )
+    val_nbytes = num_held or int(total * fraction)
+    if fraction and min(val_nbytes, total - val_nbytes) < seq + 1:
+        raise CorpusError(
+            f"--val-fraction {fraction}: of {total} bytes of text it holds {val_nbytes} out and leaves "
+            f"{total - val_nbytes}, but one sequence needs {seq + 1}. Give more text, or another fraction."
+        )
     return ByteText(
-        corpus,
-        config.seq,
+        tuple(files),
+        tuple(accumulate(each.nbytes for each in files)),
+        val_nbytes,
+        seq,
         config.global_batch,
         config.seed,
         config.val_sequences,
-        _remarks(corpus.files, skipped, config),
+        _remarks(files, skipped, config),
     )
 
 
