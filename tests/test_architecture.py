@@ -312,7 +312,7 @@ def test_no_package_binds_a_name_of_its_submodules(package: Path) -> None:
 # The most lines of source that each room may have; "top" are the files beside them. To raise one is no fault,
 # and asks for a sentence in the commit that says what users get for it. Lower it when a room has shrunk.
 _MOST_LINES = {
-    "batches": 600,
+    "batches": 750,
     "checkpoint": 7550,
     "comm": 3175,
     "debugging": 1350,

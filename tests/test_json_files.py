@@ -27,11 +27,10 @@ from fullshard.models.model_config import read_model_config
 from fullshard.plan.trace import read_trace
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.config_file import read_options
-from fullshard.tools.report import write_report
-from fullshard.tools.report_compare import compare
+from fullshard.tools.report import compare, write_report
 from fullshard.tools.run_facts import gather_facts
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.text.files import JsonLines
+from fullshard.tools.text.documents import json_lines
 from fullshard.tools.verify.record import read_run
 from tests.tools.test_trace_metrics import hand_made
 
@@ -97,7 +96,7 @@ def test_lines_of_text_may_be_nested_at_will(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(_nested(100_000))
     with pytest.raises(FullshardError, match=r"a\.jsonl, line 1"):
-        list(JsonLines(path, "text").pieces())
+        list(json_lines(path, "text"))
 
 
 SLOW_OPTIONS = (

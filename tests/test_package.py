@@ -102,7 +102,7 @@ def test_the_sdist_holds_what_is_tracked_and_nothing_else(built: Built) -> None:
 def test_the_version_is_that_of_the_library(built: Built) -> None:
     assert built.metadata["Name"] == "fullshard"
     assert built.metadata["Version"] == fullshard.__version__
-    assert built.metadata["License-Expression"] == "Apache-2.0"
+    assert built.metadata["License-Expression"] == "Apache-2.0 AND MIT"
 
 
 def _urls(metadata: email.message.Message) -> dict[str, str]:

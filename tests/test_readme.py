@@ -127,6 +127,10 @@ SEEN = {
         "fullshard export runs/code --hf exports/code": [
             r"exports/code: 21 tensors.*with its tokenizer"
         ],
+        "ordered.py": [
+            r"^rank 0: 1\.0 epochs, 10 different samples$",
+            r"^rank 1: 1\.0 epochs, 10 different samples$",
+        ],
     },
     "docs/doctor.md": {
         "fullshard doctor": [r"^ok +communication .*peer memory \(one host\)", r"^2 ranks, "],

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from fullshard.versions import installed
 
-_EXTRA = ("jinja2", "matplotlib", "numpy", "psutil", "rich", "typer")
+_EXTRA = ("jinja2", "numpy", "psutil", "rich", "typer")
 """What `fullshard[train]` installs (pyproject.toml); the library itself needs torch alone."""
 
 

@@ -1,6 +1,7 @@
 """The public names and where they come from; `fullshard` shows them once one of them is used."""
 
 from fullshard.batches.ending import JoinedBatches, join
+from fullshard.batches.order import ResumableOrder
 from fullshard.batches.weighting import weighted_loss
 from fullshard.checkpoint.background import PendingSave
 from fullshard.checkpoint.loading import LoadedCheckpoint, load_checkpoint
@@ -177,6 +178,7 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "Replay",
     "ReplayDifference",
     "ReplicateModule",
+    "ResumableOrder",
     "SavedCheckpoint",
     "ShardPlacementResult",
     "ShardedGradScaler",

@@ -13,7 +13,7 @@ from fullshard.tools.config import TrainConfig
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import restarted_job
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.text.corpus import open_corpus
+from fullshard.tools.text.opening import open_text
 from tests.fresh import fullshard_on_ranks
 from tests.tools.processes import TINY, losses
 
@@ -32,7 +32,7 @@ def folder(text: Path, tmp_path: Path) -> RunFolder:
     """A run of fifty steps that has ended before its first checkpoint."""
     config = TrainConfig(model="tiny", seq=16, data=(str(text),), steps=50)
     folder = RunFolder(tmp_path / "run")
-    fingerprint = open_corpus(config.data, seq=16).survey.fingerprint
+    fingerprint = open_text(config, None, cache=tmp_path).survey.fingerprint
     folder.start(config, fingerprint=fingerprint, done=0)
     folder.checkpoints.mkdir()
     return folder

@@ -49,7 +49,7 @@ def test_help_does_not_wait_for_torch(typed: str) -> None:
     assert said
     assert code == ("2" if "--no-such" in typed else "0")
     assert "typer" in imported
-    assert not {"torch", "numpy", "matplotlib", "jinja2", "fullshard.public"} & set(imported)
+    assert not {"torch", "numpy", "jinja2", "fullshard.public"} & set(imported)
 
 
 def test_a_process_that_computes_nothing_does_not_wait_for_the_engine() -> None:
@@ -85,9 +85,7 @@ def test_without_the_extra_packages_the_command_says_what_to_install() -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert line.startswith(
-        "fullshard: the command line needs jinja2, matplotlib, numpy, psutil, rich, ty"
-    )
+    assert line.startswith("fullshard: the command line needs jinja2, numpy, psutil, rich, ty")
     assert line.endswith('pip install "fullshard[train]"')
 
 

@@ -17,16 +17,11 @@ from hypothesis import strategies as st
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.loggers import RunInfo, RunLogger
 from fullshard.tools.loggers.choosing import Loggers, check_loggers, make_loggers
-from fullshard.tools.text.corpus import (
-    CorpusError,
-    draw_batch,
-    held_out_batch,
-    open_corpus,
-    window_start,
-)
+from fullshard.tools.text.cache import CorpusError
 from tests.examples.test_examples import PYTHON
 from tests.fresh import Ended, in_warm_forks
 from tests.tools.processes import TINY, environment
+from tests.tools.text.conftest import byte_text
 
 LOGGER = '''
 import json
@@ -148,25 +143,24 @@ def test_what_is_held_out_is_never_trained_on(
     text = folder / "text.txt"
     if not text.exists():
         text.write_bytes(bytes(1 + n % 251 for n in range(1000)))
-    corpus = open_corpus([str(text)], seq=8, val_fraction=fraction)
+    opened = byte_text([str(text)], seq=8, val_fraction=fraction, seed=seed, val_sequences=count)
+    corpus = opened
     assert corpus.train_nbytes + corpus.val_nbytes == 1000
     for index in range(8):
-        start = window_start(corpus, seq=8, seed=seed, step=step, index=index)
-        assert start + 8 < corpus.train_nbytes
-    rows = held_out_batch(corpus, seq=8, count=count, indices=range(count))
-    assert rows.shape == (count, 9)
+        assert opened.start(step, index) + 8 < corpus.train_nbytes
+    rows = opened.held_out(range(count)).inputs
+    assert rows.shape == (count, 8)
     data = corpus.read(corpus.train_nbytes, corpus.val_nbytes)
     assert all(bytes(row.tolist()) in data for row in rows)
-    assert bytes(rows[0].tolist()) == data[:9]
-    again = held_out_batch(corpus, seq=8, count=count, indices=range(count, count + 2))
-    assert again.equal(rows[-1].expand(2, -1))
+    assert bytes(rows[0].tolist()) == data[:8]
+    assert opened.held_out(range(count, count + 2)).inputs.equal(rows[-1].expand(2, -1))
 
 
 def test_without_a_split_the_same_windows_are_drawn_as_ever(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(1 + n % 251 for n in range(1000)))
-    corpus = open_corpus([str(tmp_path)], seq=8)
-    assert corpus.val_nbytes == 0
-    drawn = draw_batch(corpus, seq=8, seed=3, step=5, indices=range(4))
+    text = byte_text([str(tmp_path)], seq=8, seed=3)
+    assert text.val_nbytes == 0
+    drawn = text.batch(5, range(4)).inputs
     assert drawn[:, 0].tolist() == [166, 49, 124, 220]  # as before there were splits
 
 
@@ -174,7 +168,7 @@ def test_text_too_short_to_be_split_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 100)
     for fraction, held in ((0.05, 5), (0.95, 95)):
         with pytest.raises(CorpusError, match=f"holds {held} out and leaves {100 - held}, but one"):
-            open_corpus([str(tmp_path)], seq=8, val_fraction=fraction)
+            byte_text([str(tmp_path)], seq=8, val_fraction=fraction)
     with pytest.raises(OptionError, match=r"--val-fraction 1\.0: must be from 0 to below 1"):
         TrainConfig(val_fraction=1.0)
     with pytest.raises(OptionError, match="--val-sequences 0"):

@@ -199,11 +199,11 @@ def test_auto_takes_the_gpus_that_are_there(
 class TestResume:
     @pytest.fixture
     def folder(self, text: Path, tmp_path: Path) -> RunFolder:
-        from fullshard.tools.text.corpus import open_corpus
+        from fullshard.tools.text.opening import open_text
 
         config = TrainConfig(model="tiny", seq=16, data=(str(text),), steps=50)
         folder = RunFolder(tmp_path / "run")
-        fingerprint = open_corpus(config.data, seq=16).survey.fingerprint
+        fingerprint = open_text(config, None, cache=tmp_path).survey.fingerprint
         folder.start(config, fingerprint=fingerprint, done=0)
         checkpoint = folder.checkpoints / "step-00000020"
         checkpoint.mkdir(parents=True)

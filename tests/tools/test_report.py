@@ -24,8 +24,7 @@ from fullshard.tools import cli
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.exits import Exit
 from fullshard.tools.recording import steps_to_trace
-from fullshard.tools.report import metrics_of, write_report
-from fullshard.tools.report_compare import compare, write_comparison
+from fullshard.tools.report import compare, metrics_of, write_comparison, write_report
 from fullshard.tools.run_facts import gather_facts, peak_flops
 from fullshard.tools.run_folder import RunFolder
 from tests.tools.test_trace_metrics import hand_made
@@ -109,8 +108,8 @@ def test_the_page_has_every_part_and_loads_nothing(tmp_path: Path) -> None:
     assert wanted <= set(page.headings)
     assert page.loads == ["data:,"]
     assert not re.findall(r"url\(|@import|fetch\(|XMLHttpRequest|import\(", page.text)
-    # The only addresses are a link, and names of XML namespaces, which nothing loads.
-    addresses = {"http://www.w3.org/2000/svg", "https://ui.perfetto.dev"}
+    # The only addresses are a link, and where uPlot is from.
+    addresses = {"https://github.com/leeoniya/uPlot", "https://ui.perfetto.dev"}
     assert set(re.findall(r"https?://[^\"' >]+", page.text)) <= addresses
     assert page.text.count("How this is computed") == len(page.data["figures"]) + 7
     assert written.trace is not None

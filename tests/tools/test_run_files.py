@@ -18,9 +18,9 @@ from fullshard.tools.config import TrainConfig
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import Job
 from fullshard.tools.launch import Ending
-from fullshard.tools.plot import plot_loss, running_mean
 from fullshard.tools.progress import Live, Plain
 from fullshard.tools.recipe import learning_rate
+from fullshard.tools.report_data import running_mean
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.worker import _what_is_saved
 
@@ -110,19 +110,6 @@ def test_learning_rate_rises_and_falls() -> None:
 def test_running_mean_is_not_pulled_to_zero() -> None:
     assert running_mean([4, 2], weight=0.5) == pytest.approx([4, 8 / 3])
     assert running_mean([]) == []
-
-
-def test_the_curve_is_a_picture_even_of_one_step(tmp_path: Path) -> None:
-    plot_loss(
-        tmp_path / "loss.png",
-        [1],
-        [5.5],
-        held_out={1: 5.0},
-        unigram_entropy=3.2,
-        title="one",
-        unit="byte",
-    )
-    assert (tmp_path / "loss.png").stat().st_size > 5000
 
 
 def test_plain_progress_says_the_last_step_and_the_time_left() -> None:

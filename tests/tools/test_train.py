@@ -58,7 +58,7 @@ def test_a_run_learns_and_fills_its_folder(straight: Straight) -> None:
     assert straight.losses[-1] < straight.losses[0] - 1
     names = {path.name for path in straight.folder.iterdir()}
     assert names == {
-        *("config.json", "metrics.jsonl", "checkpoints", "loss.png", "summary.json"),
+        *("config.json", "metrics.jsonl", "checkpoints", "summary.json"),
         *("trace", "report.html", "trace.json"),
     }
     assert {path.name for path in (straight.folder / "trace").iterdir()} == {
@@ -67,7 +67,6 @@ def test_a_run_learns_and_fills_its_folder(straight: Straight) -> None:
     }
     assert summary["report"] == str(straight.folder / "report.html")
     assert _checkpoints(straight.folder) == ["step-00000030", "step-00000060"]
-    assert (straight.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     line = json.loads((straight.folder / "metrics.jsonl").read_text().splitlines()[0])
     assert line.keys() >= {"step", "loss", "lr", "grad_norm", "tokens_per_second", "peak_memory"}
 

@@ -29,9 +29,7 @@ from fullshard.tools.job import (
 )
 from fullshard.tools.json_text import json_text
 from fullshard.tools.launch import Ending, Place, launch
-from fullshard.tools.report import metrics_of, write_report
-from fullshard.tools.report_compare import as_json as comparison_as_json
-from fullshard.tools.report_compare import write_comparison
+from fullshard.tools.report import compare, metrics_of, write_comparison, write_report
 from fullshard.tools.slurm import variables_of_rank
 
 
@@ -119,8 +117,8 @@ def report(runs: Sequence[Path], out: Path | None, *, as_json: bool) -> Exit:
     """Write the page on a run, or on several beside each other, and say where; or print the numbers."""
     try:
         if as_json:
-            several = comparison_as_json(runs) if len(runs) > 1 else None
-            print(several or json_text(metrics_of(runs[0]), indent=2))
+            found = compare(runs) if len(runs) > 1 else metrics_of(runs[0])
+            print(json_text(found, indent=2))
             return Exit.OK
         if len(runs) > 1:
             print(write_comparison(runs, out or Path("comparison.html")))

@@ -3,8 +3,8 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from fullshard.plan.trace import Kind, RankTrace
 from fullshard.tools.config import TrainConfig
@@ -65,21 +65,16 @@ TENSORS_HOW = (
 )
 
 
-class Run(Protocol):
-    """What `report.read_run` reads."""
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """What is known of a run. traces: in order of ranks, perhaps not of all. facts: see `run_facts`."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def config(self) -> TrainConfig | None: ...
-    @property
-    def metrics(self) -> list[dict[str, Any]]: ...
-    @property
-    def summary(self) -> dict[str, Any] | None: ...
-    @property
-    def traces(self) -> list[RankTrace]: ...
-    @property
-    def facts(self) -> dict[str, Any]: ...
+    name: str
+    config: TrainConfig | None
+    metrics: list[dict[str, Any]]
+    summary: dict[str, Any] | None
+    traces: list[RankTrace]
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Figure(NamedTuple):
@@ -94,86 +89,104 @@ class Figure(NamedTuple):
     how: str
 
 
-def figures(run: Run) -> list[Figure]:
+def figures(run: RunRecord) -> list[Figure]:
     """Return the headline figures that this run has."""
-    found = []
+    return [*_times(run), *_memory(run), *_losses(run), *_flops(run)]
+
+
+def _times(run: RunRecord) -> Iterator[Figure]:
     if run.metrics:
-        found.append(_speed(run))
+        speed = statistics.median(_after_first(run.metrics, "tokens_per_second"))
+        yield Figure(
+            "tokens_per_second", "Tokens per second", speed, f"{_unit(run)}s/s", f"{speed:,.0f}",
+            "median of all but the first step", SPEED_HOW,
+        )  # fmt: skip
     if run.traces:
-        found += _step_figures(run.traces)
+        total, exposed = step_ns(run.traces), exposed_ns(run.traces)
+        steps = common_steps(run.traces)
+        span = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+        yield Figure(
+            "step_seconds",
+            "Step",
+            total / 1e9,
+            "s",
+            nanoseconds(total),
+            f"mean of {span}",
+            STEP_HOW,
+        )
+        yield Figure(
+            "exposed_share", "Exposed communication", exposed / total, "of the step",
+            f"{100 * exposed / total:.1f} %", f"{nanoseconds(exposed)} of a step", EXPOSED_HOW,
+        )  # fmt: skip
     elif run.metrics:
         seconds = statistics.median(_after_first(run.metrics, "seconds"))
-        found.append(
-            Figure(
-                "step_seconds", "Step", seconds, "s", nanoseconds(seconds * 1e9),
-                "median of all but the first", "Seconds of a step on rank 0.",
-            )
+        yield Figure(
+            "step_seconds", "Step", seconds, "s", nanoseconds(seconds * 1e9),
+            "median of all but the first", "Seconds of a step on rank 0.",
         )  # fmt: skip
-    found += _memory_figures(run)
+
+
+def _memory(run: RunRecord) -> Iterator[Figure]:
+    if run.traces:
+        most = max(peaks(run.traces), key=lambda peak: peak.total_nbytes)
+        yield Figure(
+            "peak_tensor_bytes", "Peak of tensors", most.total_nbytes, "bytes", nbytes(most.total_nbytes),
+            f"rank {most.rank}, step {most.step}", TENSORS_HOW,
+        )  # fmt: skip
     if run.metrics:
-        losses = _finite(entry["loss"] for entry in run.metrics)[-_LAST_STEPS:]
-        loss = sum(losses) / len(losses) if losses else math.nan
-        entropy = _entropy(run)
-        unit = _unit(run)
-        note = f"nats per {unit}; unigram entropy {entropy:.2f}" if entropy else f"nats per {unit}"
-        if len(losses) < min(len(run.metrics), _LAST_STEPS):
-            note += "; without steps where it is not finite"
-        found.append(Figure("loss", "Loss", loss, f"nats/{unit}", f"{loss:.3f}", note, LOSS_HOW))
-        found += _held_out(run) + _flops(run)
-    return found
-
-
-def _held_out(run: Run) -> list[Figure]:
-    """Return the last loss on text that is held out, if there is one."""
-    known = [(entry["val_loss"], entry["step"]) for entry in run.metrics if "val_loss" in entry]
-    if not known:
-        return []
-    loss, step = known[-1]
-    return [
-        Figure(
-            "val_loss",
-            "Loss held out",
-            loss,
-            f"nats/{_unit(run)}",
-            f"{loss:.3f}",
-            f"step {step}",
-            VAL_HOW,
+        peak = (run.summary or {}).get("peak_memory_per_rank") or max(
+            entry["peak_memory"] for entry in run.metrics
         )
-    ]
+        yield Figure(
+            "peak_memory",
+            "Peak of a process",
+            peak,
+            "bytes",
+            nbytes(peak),
+            "most of any rank",
+            PEAK_HOW,
+        )
 
 
-def _unit(run: Run) -> str:
-    """Return what a loss is for."""
-    return run.config.unit if run.config else "byte"
+def _losses(run: RunRecord) -> Iterator[Figure]:
+    if not run.metrics:
+        return
+    losses = _finite(entry["loss"] for entry in run.metrics)[-_LAST_STEPS:]
+    loss = sum(losses) / len(losses) if losses else math.nan
+    note, unit = f"nats per {_unit(run)}", f"nats/{_unit(run)}"
+    if entropy := _entropy(run):
+        note += f"; unigram entropy {entropy:.2f}"
+    if len(losses) < min(len(run.metrics), _LAST_STEPS):
+        note += "; without steps where it is not finite"
+    yield Figure("loss", "Loss", loss, unit, f"{loss:.3f}", note, LOSS_HOW)
+    for entry in [entry for entry in run.metrics if "val_loss" in entry][-1:]:
+        held, step = entry["val_loss"], entry["step"]
+        yield Figure(
+            "val_loss", "Loss held out", held, unit, f"{held:.3f}", f"step {step}", VAL_HOW
+        )
 
 
-def _flops(run: Run) -> list[Figure]:
-    """Return what a rank computes in a second, if the run says how large its model is."""
+def _flops(run: RunRecord) -> Iterator[Figure]:
+    """Give what a rank computes in a second, if the run says how large its model is."""
     per_token = run.facts.get("flops_per_token")
-    if not per_token or run.config is None:
-        return []
+    if not (per_token and run.metrics and run.config):
+        return
     speed = statistics.median(_after_first(run.metrics, "tokens_per_second"))
     own = per_token * speed / run.config.ranks
     device = run.facts["hardware"]["device"]
     peak = peak_flops(device, run.config.dtype)
     note = "of each rank"
     if peak is not None:
-        note = f"of each rank; utilization {100 * own / peak:.1f} % of {peak / 1e12:.0f} TFLOP/s"
-    found = [Figure("flops", "Model FLOP/s", own, "FLOP/s", _flop_text(own), note, FLOPS_HOW)]
+        note += f"; utilization {100 * own / peak:.1f} % of {peak / 1e12:.0f} TFLOP/s"
+    yield Figure("flops", "Model FLOP/s", own, "FLOP/s", _flop_text(own), note, FLOPS_HOW)
     if peak is not None:
-        share = own / peak
-        found.append(
-            Figure(
-                "mfu",
-                "Utilization (MFU)",
-                share,
-                "of the peak",
-                f"{100 * share:.1f} %",
-                device,
-                FLOPS_HOW,
-            )
-        )
-    return found
+        text = f"{100 * own / peak:.1f} %"
+        yield Figure("mfu", "Utilization (MFU)", own / peak, "of the peak", text, device, FLOPS_HOW)
+
+
+def _unit(run: RunRecord) -> str:
+    """Return what a loss is for."""
+    return run.config.unit if run.config else "byte"
 
 
 def _flop_text(value: float) -> str:
@@ -183,7 +196,7 @@ def _flop_text(value: float) -> str:
     return f"{_three(value / 1e6)} M"
 
 
-def summary_data(run: Run) -> dict[str, Any]:
+def summary_data(run: RunRecord) -> dict[str, Any]:
     """Return what ``fullshard report --json`` prints."""
     data: dict[str, Any] = {
         "run": run.name,
@@ -211,7 +224,7 @@ def summary_data(run: Run) -> dict[str, Any]:
     return data
 
 
-def page_data(run: Run) -> dict[str, Any]:
+def page_data(run: RunRecord) -> dict[str, Any]:
     """Return everything that the page shows."""
     data: dict[str, Any] = {
         "name": run.name,
@@ -254,7 +267,7 @@ def page_data(run: Run) -> dict[str, Any]:
     return data
 
 
-def facts(run: Run) -> list[str]:
+def facts(run: RunRecord) -> list[str]:
     """Say in a few words what was run."""
     config, traces = run.config, run.traces
     said = []
@@ -282,7 +295,7 @@ def facts(run: Run) -> list[str]:
     return said
 
 
-def about(run: Run) -> list[tuple[str, str]]:
+def about(run: RunRecord) -> list[tuple[str, str]]:
     """Return what the run was made of, as rows: hardware, versions, the model's size."""
     if not run.facts:
         return []
@@ -300,7 +313,7 @@ def about(run: Run) -> list[tuple[str, str]]:
     return [(name, text) for name, text in rows if text]
 
 
-def options(run: Run) -> list[tuple[str, str]]:
+def options(run: RunRecord) -> list[tuple[str, str]]:
     """Return every option of the run, as rows."""
     if run.config is None:
         return []
@@ -335,55 +348,19 @@ def _three(value: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def _speed(run: Run) -> Figure:
-    speed = statistics.median(_after_first(run.metrics, "tokens_per_second"))
-    return Figure(
-        "tokens_per_second", "Tokens per second", speed, f"{_unit(run)}s/s", f"{speed:,.0f}",
-        "median of all but the first step", SPEED_HOW,
-    )  # fmt: skip
-
-
-def _step_figures(traces: Sequence[RankTrace]) -> list[Figure]:
-    total, exposed = step_ns(traces), exposed_ns(traces)
-    steps = common_steps(traces)
-    span = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
-    return [
-        Figure("step_seconds", "Step", total / 1e9, "s", nanoseconds(total), f"mean of {span}",
-               STEP_HOW),
-        Figure("exposed_share", "Exposed communication", exposed / total, "of the step",
-               f"{100 * exposed / total:.1f} %", f"{nanoseconds(exposed)} of a step", EXPOSED_HOW),
-    ]  # fmt: skip
-
-
-def _memory_figures(run: Run) -> list[Figure]:
-    found = []
-    if run.traces:
-        most = max(peaks(run.traces), key=lambda peak: peak.total_nbytes)
-        found.append(
-            Figure("peak_tensor_bytes", "Peak of tensors", most.total_nbytes, "bytes",
-                   nbytes(most.total_nbytes), f"rank {most.rank}, step {most.step}", TENSORS_HOW)
-        )  # fmt: skip
-    if run.metrics:
-        peak = (run.summary or {}).get("peak_memory_per_rank") or max(
-            entry["peak_memory"] for entry in run.metrics
-        )
-        found.append(
-            Figure("peak_memory", "Peak of a process", peak, "bytes", nbytes(peak),
-                   "most of any rank", PEAK_HOW)
-        )  # fmt: skip
-    return found
-
-
-def series(run: Run) -> dict[str, Any] | None:
+def series(run: RunRecord) -> dict[str, Any] | None:
     """Return what the charts of steps draw; None if no step is known."""
     if not run.metrics:
         return None
     steps = common_steps(run.traces) if run.traces else []
+    norm = _known(run.metrics, "grad_norm")
     return {
         "steps": [entry["step"] for entry in run.metrics],
         "loss": [entry["loss"] for entry in run.metrics],
         "speed": [entry["tokens_per_second"] for entry in run.metrics],
-        "norm": _known(run.metrics, "grad_norm"),
+        "loss_mean": running_mean([entry["loss"] for entry in run.metrics]),
+        "norm": norm,
+        "norm_mean": norm and running_mean(norm),
         "lr": _known(run.metrics, "lr"),
         "val": [[entry["step"], entry["val_loss"]] for entry in run.metrics if "val_loss" in entry],
         "entropy": _entropy(run),
@@ -391,6 +368,24 @@ def series(run: Run) -> dict[str, Any] | None:
         "traced": [steps[0], steps[-1]] if steps else None,
         "cost": _tracing_cost(run.metrics, steps),
     }
+
+
+def running_mean(values: Sequence[float], *, weight: float = 0.95) -> list[float]:
+    """Average exponentially, without the pull towards zero at the start.
+
+    With weight 0.5, (4, 2) gives 4 and (0.5 * 4 + 2) / (0.5 + 1) = 2.67. What is not finite stays so, and
+    counts in no other mean.
+    """
+    total = count = 0.0
+    means = []
+    for value in values:
+        if not math.isfinite(value):
+            means.append(value)
+            continue
+        total = weight * total + value
+        count = weight * count + 1
+        means.append(total / count)
+    return means
 
 
 def not_finite(metrics: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
@@ -443,7 +438,7 @@ def _rank_data(trace: RankTrace) -> dict[str, Any]:
     }
 
 
-def _entropy(run: Run) -> float | None:
+def _entropy(run: RunRecord) -> float | None:
     return (run.summary or {}).get("unigram_entropy")
 
 

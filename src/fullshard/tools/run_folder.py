@@ -6,7 +6,6 @@
     model.json       a copy of the configuration that --model names, if it does
     metrics.jsonl    one line a step
     checkpoints/     step-00000350/ and the like, the newest ones (docs/checkpoints.md)
-    loss.png         the loss curve
     trace/           what each rank recorded of a few steps (fullshard.trace)
     report.html      the trace report (tools/report.py), and trace.json for trace viewers
     summary.json     how the run ended; absent while it runs
@@ -95,10 +94,6 @@ class RunFolder:
     @property
     def summary_file(self) -> Path:
         return self.path / "summary.json"
-
-    @property
-    def plot_file(self) -> Path:
-        return self.path / "loss.png"
 
     @property
     def trace_folder(self) -> Path:

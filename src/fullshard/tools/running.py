@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 import fullshard
 from fullshard.errors import FullshardError
-from fullshard.tools.config import TrainConfig
 from fullshard.tools.job import Job
 from fullshard.tools.loggers.interface import RunInfo
 from fullshard.tools.progress import Reporter
@@ -87,30 +86,13 @@ def _run(job: Job, trainer: Trainer, report: Reporter) -> dict[str, Any]:
         "sample": text,
     }
     if trainer.rank == 0:
-        _finish_folder(folder, config, summary)
+        folder.write_summary(summary)
         try:
             write_report(folder.path)
         except (FullshardError, OSError) as error:  # the run itself is complete
             summary["report"] = None
             report.note(f"no trace report: {error}")
     return summary
-
-
-def _finish_folder(folder: RunFolder, config: TrainConfig, summary: dict[str, Any]) -> None:
-    from fullshard.tools.plot import plot_loss  # matplotlib takes a second to import
-
-    metrics = folder.metrics()
-    plot_loss(
-        folder.plot_file,
-        [entry["step"] for entry in metrics],
-        [entry["loss"] for entry in metrics],
-        held_out={e["step"]: e["val_loss"] for e in metrics if "val_loss" in e},
-        unigram_entropy=summary["unigram_entropy"],
-        title=f"{config.model}, {config.ranks} {config.device} ranks, {config.dtype}, "
-        f"{config.tokens_per_step} {config.unit}s a step",
-        unit=config.unit,
-    )
-    folder.write_summary(summary)
 
 
 def _final_loss(folder: RunFolder) -> float:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import tokenizers
 
+from fullshard.tools.config import TrainConfig
+from fullshard.tools.text.corpus import ByteText
+from fullshard.tools.text.opening import open_text
 from fullshard.tools.text.tokenizer import Tokenizer, open_tokenizer
 from fullshard.tools.text.tokens import Tokens
 
@@ -37,6 +41,14 @@ def word_tokenizer(*, template: str = "") -> tokenizers.Tokenizer:
 
 def all_of(tokens: Tokens) -> list[int]:
     return tokens.read([0], len(tokens))[0].tolist()
+
+
+def byte_text(data: Sequence[str], *, cache: Path = Path(), **options: object) -> ByteText:
+    """Return text as a run with such options reads it, byte by byte."""
+    config = TrainConfig(**{"data": tuple(data), "val_data": (), **options})
+    text = open_text(config, None, cache=cache)
+    assert isinstance(text, ByteText)
+    return text
 
 
 @pytest.fixture(autouse=True)

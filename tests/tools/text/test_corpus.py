@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.tools.text.corpus import CorpusError, draw_batch, open_corpus, window_start
+from fullshard.tools.text.cache import CorpusError
+from tests.tools.text.conftest import byte_text
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_folders_give_their_text_in_order(folder: Path) -> None:
-    corpus = open_corpus([str(folder)], seq=4)
+    corpus = byte_text([str(folder)], seq=4)
     assert [path.name for path in corpus.paths] == ["a.txt", "two.txt"]
     assert corpus.ends == (10, 16)
 
@@ -33,12 +34,13 @@ def test_folders_give_their_text_in_order(folder: Path) -> None:
 def test_what_a_folder_holds_and_is_not_trained_on_is_said_with_its_reason(folder: Path) -> None:
     for name in ("one.gif", "two.gif", "x.gif"):
         (folder / name).write_bytes(b"GIF\0")
-    said = str(open_corpus([str(folder)], seq=4).skipped)
+    (said,) = byte_text([str(folder)], seq=4).remarks
     binary = ", ".join(str(folder / name) for name in ("image.png", "one.gif", "two.gif"))
     assert said == (
+        "of --data, not trained on: "
         f"4 binary ({binary}, ...), 1 hidden ({folder / '.hidden'}), 1 empty ({folder / 'c.txt'})"
     )
-    assert not open_corpus([str(folder / "a.txt")], seq=4).skipped
+    assert not byte_text([str(folder / "a.txt")], seq=4).remarks
 
 
 def test_a_binary_file_is_refused_by_name_and_skipped_by_folder_with_its_reason(
@@ -47,9 +49,9 @@ def test_a_binary_file_is_refused_by_name_and_skipped_by_folder_with_its_reason(
     path = tmp_path / "model.bin"
     path.write_bytes(b"\0" * 100)
     with pytest.raises(CorpusError, match=r"model\.bin: is not text \(a zero byte .* UTF-8"):
-        open_corpus([str(path)], seq=4)
+        byte_text([str(path)], seq=4)
     with pytest.raises(CorpusError, match=r"0 bytes of text .* Skipped: 1 binary \(.*model\.bin\)"):
-        open_corpus([str(tmp_path)], seq=4)
+        byte_text([str(tmp_path)], seq=4)
 
 
 class TestJsonLines:
@@ -61,7 +63,7 @@ class TestJsonLines:
         return path
 
     def test_the_text_is_that_of_the_field_one_line_each(self, path: Path) -> None:
-        corpus = open_corpus([str(path)], seq=4)
+        corpus = byte_text([str(path)], seq=4)
         whole = "abc\nd\u00e9\n\nf\n\n".encode()
         assert corpus.nbytes == len(whole)
         for start in range(len(whole)):
@@ -70,16 +72,16 @@ class TestJsonLines:
 
     def test_it_stands_beside_other_text_in_a_folder(self, path: Path) -> None:
         (path.parent / "a.txt").write_text("first ")
-        corpus = open_corpus([str(path.parent)], seq=4)
+        corpus = byte_text([str(path.parent)], seq=4)
         assert corpus.read(0, 10) == b"first abc\n"
 
     def test_another_field_is_named(self, path: Path) -> None:
         path.write_text('{"content": "hello", "id": 1}\n' * 5)
-        assert open_corpus([str(path)], seq=4, text_field="content").read(0, 6) == b"hello\n"
+        assert byte_text([str(path)], seq=4, text_field="content").read(0, 6) == b"hello\n"
         with pytest.raises(
             CorpusError, match=r"line 1: has no field 'text' .* --text-field .*content"
         ):
-            open_corpus([str(path)], seq=4)
+            byte_text([str(path)], seq=4)
 
     @pytest.mark.parametrize(
         ("line", "said"),
@@ -92,20 +94,17 @@ class TestJsonLines:
     def test_a_line_that_cannot_be_read_is_named(self, path: Path, line: str, said: str) -> None:
         path.write_text('{"text": "abc"}\n' + line)
         with pytest.raises(CorpusError, match=f"books.jsonl, {said}"):
-            open_corpus([str(path)], seq=4)
+            byte_text([str(path)], seq=4)
 
-    def test_a_change_during_the_run_is_noticed(self, path: Path) -> None:
-        corpus = open_corpus([str(path)], seq=4)
-        path.write_text(path.read_text().replace("abc", "xy"))
-        with pytest.raises(CorpusError, match=r"books\.jsonl has changed since the run started"):
-            corpus.read(0, 6)
-        path.write_text("")
-        with pytest.raises(CorpusError, match=r"books\.jsonl has changed since the run started"):
-            corpus.read(0, 6)
+    def test_a_run_goes_on_with_the_text_that_it_was_started_with(self, path: Path) -> None:
+        corpus = byte_text([str(path)], seq=4)
+        path.write_text(path.read_text().replace("abc", "xyz"))
+        assert corpus.read(0, 4) == b"abc\n"
+        assert byte_text([str(path)], seq=4).read(0, 4) == b"xyz\n"
 
 
 def test_reading_crosses_file_borders(folder: Path) -> None:
-    corpus = open_corpus([str(folder)], seq=4)
+    corpus = byte_text([str(folder)], seq=4)
     whole = b"abcdefghijklmnop"
     for start in range(16):
         for stop in range(start, 17):
@@ -113,7 +112,7 @@ def test_reading_crosses_file_borders(folder: Path) -> None:
 
 
 def test_the_default_is_the_standard_library_without_installed_packages() -> None:
-    corpus = open_corpus([], seq=256)
+    corpus = byte_text([], seq=256)
     assert corpus.nbytes > 3e6
     assert {"argparse.py", "ast.py"} <= {path.name for path in corpus.paths}
     assert not any("site-packages" in path.parts for path in corpus.paths)
@@ -122,46 +121,45 @@ def test_the_default_is_the_standard_library_without_installed_packages() -> Non
 def test_entropy_is_that_of_single_bytes(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"abcd" * 100)
-    survey = open_corpus([str(path)], seq=4).survey
+    survey = byte_text([str(path)], seq=4).survey
     assert survey.unigram_entropy == pytest.approx(math.log(4))
     path.write_bytes(b"abdc" * 100)
-    assert open_corpus([str(path)], seq=4).survey.fingerprint != survey.fingerprint
+    assert byte_text([str(path)], seq=4).survey.fingerprint != survey.fingerprint
 
 
-def test_large_text_is_surveyed_in_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("fullshard.tools.text.corpus._SURVEY_NBYTES", 300)
-    monkeypatch.setattr("fullshard.tools.text.corpus._BLOCK_NBYTES", 100)
+def test_large_text_is_surveyed_in_blocks(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"a" * 500 + b"b" * 500)
     # Blocks at 0, 333 and 666: two of a, one of b.
     expected = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))
-    assert open_corpus([str(path)], seq=4).survey.unigram_entropy == pytest.approx(expected)
+    survey = byte_text([str(path)], seq=4).surveyed(most=300, block=100)
+    assert survey.unigram_entropy == pytest.approx(expected)
 
 
 @given(seed=st.integers(0, 2**31 - 1), step=st.integers(0, 10**9), index=st.integers(0, 10**6))
 def test_every_window_lies_inside(seed: int, step: int, index: int) -> None:
-    corpus = open_corpus([__file__], seq=256)
-    start = window_start(corpus, seq=256, seed=seed, step=step, index=index)
-    assert 0 <= start <= corpus.nbytes - 257
+    text = byte_text([__file__], seq=256, seed=seed)
+    assert 0 <= text.start(step, index) <= text.nbytes - 257
 
 
 def test_ranks_share_the_sequences_of_a_step() -> None:
-    corpus = open_corpus([__file__], seq=16)
+    text = byte_text([__file__], seq=16)
 
     def draw(first: int, last: int) -> torch.Tensor:
-        return draw_batch(corpus, seq=16, seed=1, step=7, indices=range(first, last))
+        return text.batch(7, range(first, last)).inputs
 
     whole = draw(0, 6)
-    assert whole.shape == (6, 17)
+    assert whole.shape == (6, 16)
     assert whole.dtype == torch.int64
     assert torch.equal(whole, torch.cat((draw(0, 2), draw(2, 4), draw(4, 6))))
     assert whole.unique(dim=0).shape[0] == 6
+    assert torch.equal(text.batch(7, range(6)).targets[:, :-1], whole[:, 1:])
 
 
 def test_text_that_shrinks_or_vanishes_is_named(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"abcd" * 100)
-    corpus = open_corpus([str(path)], seq=4)
+    corpus = byte_text([str(path)], seq=4)
     path.write_bytes(b"abcd")
     with pytest.raises(CorpusError, match=r"text has become shorter"):
         corpus.read(100, 10)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.tools.config import TrainConfig
-from fullshard.tools.text.corpus import open_corpus
-from fullshard.tools.text.files import CorpusError
+from fullshard.tools.text.cache import CorpusError
 from fullshard.tools.text.finding import (
     HELD_OUT,
     TRAINING,
@@ -21,7 +20,7 @@ from fullshard.tools.text.finding import (
     split_of,
 )
 from fullshard.tools.text.opening import open_text
-from tests.tools.text.conftest import Words
+from tests.tools.text.conftest import Words, byte_text
 
 
 def _names(path: Path, use: Use = TRAINING, skipped: Skipped | None = None) -> list[str]:
@@ -77,8 +76,9 @@ def test_of_a_data_set_one_split_is_taken_and_the_rest_is_said(tmp_path: Path) -
 
 def test_what_is_held_out_is_not_said_to_be_left_out(tmp_path: Path) -> None:
     _folder(tmp_path, "train.jsonl", "test.jsonl")
-    corpus = open_corpus([str(tmp_path)], seq=4, val_data=[str(tmp_path)])
-    assert not corpus.skipped
+    text = byte_text([str(tmp_path)], seq=4, val_data=(str(tmp_path),))
+    assert not text.remarks
+    corpus = text
     assert (corpus.train_nbytes, corpus.val_nbytes) == (12, 12)
 
 
@@ -126,7 +126,7 @@ def test_text_that_is_trained_on_cannot_be_held_out(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("hello there " * 5)
     with pytest.raises(CorpusError, match=r"--val-data: .*a\.txt is text of --data as well"):
-        open_corpus([str(tmp_path)], seq=4, val_data=[str(path)])
+        byte_text([str(tmp_path)], seq=4, val_data=(str(path),))
 
 
 class TestSaved:
@@ -155,8 +155,8 @@ class TestSaved:
         assert skipped.beside_data == [str(folder / "train.jsonl")]
 
     def test_its_bytes_are_those_of_its_texts_a_line_each(self, folder: Path) -> None:
-        corpus = open_corpus(
-            [str(folder)], seq=2, val_data=[str(folder)], cache=folder.parent / "cache"
+        corpus = byte_text(
+            [str(folder)], seq=2, val_data=(str(folder),), cache=folder.parent / "cache"
         )
         assert corpus.read(0, corpus.train_nbytes) == b"one\ntwo\n"
         assert corpus.read(corpus.train_nbytes, corpus.val_nbytes) == b"three\n"
@@ -166,7 +166,7 @@ class TestSaved:
             with pytest.raises(
                 CorpusError, match=rf"no column '{field}' with text.*text is in: text\)"
             ):
-                open_corpus([str(folder)], seq=2, text_field=field, cache=folder / "cache")
+                byte_text([str(folder)], seq=2, text_field=field, cache=folder / "cache")
 
     def test_a_folder_around_it_is_refused(self, folder: Path) -> None:
         with pytest.raises(CorpusError, match=r"holds a data set in .*Name that folder"):
@@ -178,10 +178,10 @@ def test_a_row_without_text_and_a_file_that_is_no_table_are_named(tmp_path: Path
 
     datasets.Dataset.from_dict({"text": ["a", None]}).to_parquet(tmp_path / "x.parquet")
     with pytest.raises(CorpusError, match=r"x\.parquet, row 2: has no text in 'text'"):
-        open_corpus([str(tmp_path)], seq=2, cache=tmp_path / "cache")
+        byte_text([str(tmp_path)], seq=2, cache=tmp_path / "cache")
     (tmp_path / "x.parquet").write_text("not a table")
     with pytest.raises(CorpusError, match=r"x\.parquet: is no Parquet file"):
-        open_corpus([str(tmp_path)], seq=2, cache=tmp_path / "cache")
+        byte_text([str(tmp_path)], seq=2, cache=tmp_path / "cache")
 
 
 def test_text_is_read_in_every_way_that_arrow_keeps_it(tmp_path: Path) -> None:
@@ -197,10 +197,10 @@ def test_text_is_read_in_every_way_that_arrow_keeps_it(tmp_path: Path) -> None:
     }
     pq.write_table(pa.table(kinds | {"list": [[text] for text in texts]}), tmp_path / "x.parquet")
     for kind in kinds:
-        corpus = open_corpus([str(tmp_path)], seq=2, text_field=kind, cache=tmp_path / ".cache")
+        corpus = byte_text([str(tmp_path)], seq=2, text_field=kind, cache=tmp_path / ".cache")
         assert corpus.read(0, corpus.nbytes) == b"one\ntwo\none\n"
     with pytest.raises(CorpusError, match=r"text is in: plain, large, view, dictionary\)"):
-        open_corpus([str(tmp_path)], seq=2, text_field="list", cache=tmp_path / ".cache")
+        byte_text([str(tmp_path)], seq=2, text_field="list", cache=tmp_path / ".cache")
 
 
 def test_a_data_set_without_rows_is_refused(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_data_set_without_rows_is_refused(tmp_path: Path) -> None:
     made = datasets.Dataset.from_dict({"text": ["a"]})
     made.select([]).save_to_disk(tmp_path / "empty")
     with pytest.raises(CorpusError, match=r"empty: cannot be read by datasets|0 bytes of text"):
-        open_corpus([str(tmp_path / "empty")], seq=2, cache=tmp_path / "cache")
+        byte_text([str(tmp_path / "empty")], seq=2, cache=tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_table_is_read_by_its_column(tmp_path: Path, name: str, content: str) 
     (folder / name).write_text(content)
     cache = tmp_path / "cache"
     for path in (folder, folder / name):
-        corpus = open_corpus([str(path)], seq=4, text_field="body", cache=cache)
+        corpus = byte_text([str(path)], seq=4, text_field="body", cache=cache)
         assert corpus.read(0, corpus.nbytes) == b'a, "b"\nc\nd\n'
         config = TrainConfig(data=(str(path),), seq=4, text_field="body")
         said = " ".join(open_text(config, None, cache=cache).notes())
@@ -235,8 +235,8 @@ def test_a_table_is_read_by_its_column(tmp_path: Path, name: str, content: str) 
     if "}\n{" not in content:  # else it may be any JSON
         for path, field in ((folder, "no"), (folder / name, "no"), (folder / name, "text")):
             with pytest.raises(CorpusError, match=r"--text-field \(text is in: .*body"):
-                open_corpus([str(path)], seq=4, text_field=field, cache=cache)
-    assert open_corpus([str(folder)], seq=4, cache=cache).read(0, 9) == content.encode()[:9]
+                byte_text([str(path)], seq=4, text_field=field, cache=cache)
+    assert byte_text([str(folder)], seq=4, cache=cache).read(0, 9) == content.encode()[:9]
 
 
 _TEXT = "some text of a row. " * 3
@@ -340,10 +340,10 @@ def test_a_table_of_another_name_is_refused_where_a_field_is_given(tmp_path: Pat
     for name, delimiter in (("t.txt", ","), ("t.dat", "\t")):
         (tmp_path / name).write_text(f'id{delimiter}"text"\n1{delimiter}hello there\n')
         with pytest.raises(CorpusError, match=rf"{name}: .*\.csv"):
-            open_corpus([str(tmp_path / name)], seq=2, text_field="text")
-        assert open_corpus([str(tmp_path / name)], seq=2).nbytes > 20
+            byte_text([str(tmp_path / name)], seq=2, text_field="text")
+        assert byte_text([str(tmp_path / name)], seq=2).nbytes > 20
     (tmp_path / "p.txt").write_text("Of text, much is said.\n")
-    assert open_corpus([str(tmp_path / "p.txt")], seq=2, text_field="text").nbytes == 23
+    assert byte_text([str(tmp_path / "p.txt")], seq=2, text_field="text").nbytes == 23
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.json", "t.jsonl"])
@@ -355,7 +355,7 @@ def test_a_header_that_is_text_is_not_repeated_whole(tmp_path: Path, name: str) 
         content = ("," if name == "t.csv" else "\t").join(columns)
     (tmp_path / name).write_text(f"{content}\n")
     with pytest.raises(CorpusError, match=rf"{name}.*text is in: word") as caught:
-        open_corpus([str(tmp_path / name)], seq=2)
+        byte_text([str(tmp_path / name)], seq=2)
     assert len(str(caught.value)) < 1500
 
 
@@ -363,7 +363,7 @@ def test_what_is_no_regular_file_is_called_what_it_is(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p")
     for path, kind in ((tmp_path / "p", "pipe"), (Path("/dev/null"), "character device")):
         with pytest.raises(CorpusError, match=rf"{path}: .*{kind}.* to a file"):
-            open_corpus([str(path)], seq=2)
+            byte_text([str(path)], seq=2)
 
 
 def test_compressed_files_are_named(tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_of_chats_it_is_said_how_they_become_text(tmp_path: Path) -> None:
     path.write_text('{"messages": [{"role": "user", "content": "hello"}]}\n' * 9)
     for field in ("text", "messages"):
         with pytest.raises(CorpusError, match=r"docs/data\.md, Chats"):
-            open_corpus([str(path)], seq=4, text_field=field)
+            byte_text([str(path)], seq=4, text_field=field)
 
 
 def test_a_path_that_is_not_there_is_said_with_where_it_was_looked_for(
@@ -389,4 +389,4 @@ def test_a_path_that_is_not_there_is_said_with_where_it_was_looked_for(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CorpusError, match=rf"--data nowhere: no such file or folder in {tmp_path}"):
-        open_corpus(["nowhere"], seq=2)
+        byte_text(["nowhere"], seq=2)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fullshard.tools.config import OptionError, TrainConfig
-from fullshard.tools.text.files import CorpusError
+from fullshard.tools.text.cache import CorpusError
 from fullshard.tools.text.interface import IGNORED
 from fullshard.tools.text.opening import open_text
 from fullshard.tools.text.packed import PackedText

@@ -7,47 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.tools.text.packing import Packing, borders, num_targets, positions, shuffled
+from fullshard.tools.text.packed import Packing, borders, num_targets, positions
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=12)
 
 
 def _ends(lengths: list[int]) -> np.ndarray:
     return np.cumsum(np.array(lengths, np.int64))
-
-
-@given(count=st.integers(1, 300), seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 10**6))
-def test_an_order_has_everything_once(count: int, seed: int, epoch: int) -> None:
-    found = [shuffled(number, count, seed=seed, epoch=epoch) for number in range(count)]
-    assert sorted(found) == list(range(count))
-
-
-def test_orders_differ_between_seeds_and_epochs_and_never_change() -> None:
-    def order(seed: int, epoch: int) -> list[int]:
-        return [shuffled(number, 10, seed=seed, epoch=epoch) for number in range(10)]
-
-    assert order(0, 0) == [
-        7,
-        2,
-        8,
-        0,
-        3,
-        4,
-        1,
-        6,
-        5,
-        9,
-    ]  # a run that was started with an older version goes on as it began
-    assert len({tuple(order(seed, epoch)) for seed in range(5) for epoch in range(5)}) == 25
-
-
-def test_places_are_equally_likely() -> None:
-    """Of 40 things, each comes about as often to each quarter: 2000 orders, 500 expected, deviation 19."""
-    counts = np.zeros((40, 4))
-    for seed in range(2000):
-        for number in range(40):
-            counts[number, shuffled(number, 40, seed=seed, epoch=0) // 10] += 1
-    assert abs(counts - 500).max() < 6 * 19.4
 
 
 @given(num_tokens=st.integers(10, 200), seq=st.integers(1, 8), batch=st.integers(1, 7))

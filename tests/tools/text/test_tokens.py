@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fullshard.tools.text import files, tokens
-from fullshard.tools.text.corpus import open_corpus
-from fullshard.tools.text.files import CorpusError, TextFile
+from fullshard.tools.text import documents, tokens
+from fullshard.tools.text.cache import CorpusError
+from fullshard.tools.text.documents import TextFile
 from fullshard.tools.text.finding import TRAINING, Skipped, find_sources
 from fullshard.tools.text.tokens import Tokens, tokenized
-from tests.tools.text.conftest import Words, all_of
+from tests.tools.text.conftest import Words, all_of, byte_text
 
 DOCUMENTS = ["a b c", "", "d", "   ", "e f"]
 EXPECTED = [3, 4, 5, 2, 6, 2, 7, 8, 2]
@@ -72,7 +72,7 @@ def test_a_file_of_text_is_a_document(words: Words, tmp_path: Path) -> None:
 def test_long_documents_are_read_in_pieces_and_marked_once(
     words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, batch: int
 ) -> None:
-    monkeypatch.setattr(files, "PIECE_SIZE", size)
+    monkeypatch.setattr(documents, "PIECE_SIZE", size)
     monkeypatch.setattr(tokens, "_BATCH_SIZE", batch)
     path = tmp_path / "long.txt"
     path.write_text("a\nb\n\u00e9\nc\nd\n" * 3)
@@ -141,9 +141,7 @@ def test_other_bytes_than_were_written_are_not_trained_on(
 
     def read() -> object:
         if name == "bytes":
-            corpus = open_corpus(
-                [str(path)], seq=4, text_field="body", cache=words.folder / "cache"
-            )
+            corpus = byte_text([str(path)], seq=4, text_field="body", cache=words.folder / "cache")
             return corpus.read(39_990, 8)
         found = _tokenized(words, path, field="body")
         return found.ends.tolist(), *(part.tolist() for part in found.read([19_990, 1], 6))

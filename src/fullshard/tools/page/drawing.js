@@ -33,18 +33,16 @@ function ticks(from, to, wanted) {
   return found;
 }
 
-/** Like ticks, for bytes: whole powers of two look right in MiB. */
-function byteTicks(to, wanted) {
-  const unit = to >= 2 ** 30 ? 2 ** 30 : to >= 2 ** 20 ? 2 ** 20 : 2 ** 10;
-  return ticks(0, to / unit, wanted).map((value) => value * unit);
+/** An element with properties, and what it holds. */
+function made(tag, properties, ...parts) {
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...parts);
+  return element;
 }
 
 const tip = document.querySelector(".tip");
 function showTip(event, title, lines) {
-  tip.replaceChildren();
-  const bold = document.createElement("b");
-  bold.textContent = title;
-  tip.append(bold, `\n${lines.join("\n")}`);
+  tip.replaceChildren(made("b", {}, title), `\n${lines.join("\n")}`);
   tip.hidden = false;
   const box = tip.getBoundingClientRect();
   const left = event.clientX + 16 + box.width > window.innerWidth ? event.clientX - box.width - 12 : event.clientX + 16;
@@ -54,24 +52,15 @@ function showTip(event, title, lines) {
 }
 const hideTip = () => { tip.hidden = true; };
 
-function svg(tag, attributes, text) {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  if (text !== undefined) node.textContent = text;
-  return node;
-}
-
 /** Buttons of which one is pressed. */
 function choices(role, labels, pressed, choose) {
   const group = document.querySelector(`[data-role="${role}"]`);
   group.replaceChildren();
   if (labels.length < 2) return;
   labels.forEach((label, index) => {
-    const button = document.createElement("button");
-    button.textContent = label;
-    button.setAttribute("aria-pressed", String(index === pressed));
+    const button = made("button", { ariaPressed: String(index === pressed) }, label);
     button.addEventListener("click", () => {
-      group.querySelectorAll("button").forEach((each) => each.setAttribute("aria-pressed", String(each === button)));
+      group.querySelectorAll("button").forEach((each) => { each.ariaPressed = String(each === button); });
       choose(index);
     });
     group.append(button);
@@ -106,34 +95,48 @@ window.addEventListener("beforeprint", () => setForPaper(true));
 window.addEventListener("afterprint", () => setForPaper(false));
 colourSwatches();
 
-function frame(element, height) {
-  const width = Math.max(element.clientWidth, 200);
-  const root = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
-  element.replaceChildren(root);
-  return { root, width, height };
+const rounded = (value, write) => (Number.isFinite(value) ? write(value) : "not finite");
+const roundSteps = (one) => Array.from({ length: 40 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** (power - 10) * one)).flat();
+
+/** A chart of uPlot in the page's colours, over the whole width of an element; `tell` gives the tip, [title, lines], of an index and where the pointer is. */
+function drawChart(element, { series, data: columns, axes, scales, hooks = {}, tell, height = 270, legend = true }) {
+  const shared = { stroke: () => colour("--soft"), font: `12.5px ${colour("--sans")}`, ticks: { show: false } };
+  const across = { ...shared, size: 24, space: 90, grid: { show: false }, border: { show: true, stroke: () => colour("--faint"), width: 1 } };
+  const up = { ...shared, size: 64, space: 40, grid: { stroke: () => colour("--rule"), width: 1 } };
+  element.chart?.destroy();
+  element.replaceChildren();
+  element.chart = new uPlot({
+    width: Math.max(element.clientWidth, 200), height, series, padding: [14, 14, 0, 0],
+    axes: [{ ...across, ...axes[0] }, { ...up, ...axes[1] }],
+    scales: { x: { time: false, ...scales?.x }, y: scales.y },
+    legend: { show: legend, live: false, markers: { dash: (_, index) => (series[index].dash ? "dashed" : "solid") } },
+    cursor: { y: false, drag: { x: true, y: false } },
+    hooks: {
+      ...hooks,
+      setCursor: [({ cursor, over, posToVal }) => {
+        if (cursor.idx === null || cursor.idx === undefined || cursor.left < 0) { hideTip(); return; }
+        const { left, top } = over.getBoundingClientRect();
+        showTip({ clientX: left + cursor.left, clientY: top + cursor.top }, ...tell(cursor.idx, posToVal(cursor.left, "x")));
+      }],
+    },
+  }, columns, element);
 }
 
-/** The largest and smallest of those that are numbers; a spread of 100,000 arguments overflows the stack. */
-const extent = (values) => values.filter(Number.isFinite).reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
-const rounded = (value, write) => (Number.isFinite(value) ? write(value) : value);
-
-/** Parts of a line between points that are no numbers. */
-function unbroken(points) {
-  const parts = [[]];
-  for (const point of points) {
-    if (Number.isFinite(point[1])) parts[parts.length - 1].push(point);
-    else if (parts[parts.length - 1].length) parts.push([]);
-  }
-  return parts.filter((part) => part.length);
-}
-
-/** Averages with a weight of 0.95 for each step since, without the pull towards zero at the start. */
-function runningMean(values) {
-  let total = 0, weight = 0;
-  return values.map((value) => {
-    if (!Number.isFinite(value)) return value; // the text "nan", which JSON has no number for
-    total = 0.95 * total + value;
-    weight = 0.95 * weight + 1;
-    return total / weight;
-  });
+/** Lines over steps, from zero up. Each: label, values, stroke, and perhaps width, points, dash of a level that is the same everywhere; a value that is "nan" leaves a gap. */
+function drawLines(name, steps, lines, { write = count, below = () => {} } = {}) {
+  const finite = (value) => (Number.isFinite(value) || value === undefined ? value : null);
+  const tick = (value) => value.toLocaleString("en-US", { maximumSignificantDigits: 6 });
+  const element = document.querySelector(`[data-chart="${name}"]`);
+  keepDrawn(element, () => drawChart(element, {
+    data: [steps, ...lines.map(({ values }) => values.map(finite))],
+    series: [{}, ...lines.map(({ label, stroke, width = 2, dash, points }) => ({
+      label, stroke: () => colour(stroke), width, dash, points: { show: points || steps.length === 1, size: 6, fill: () => colour(stroke) },
+    }))],
+    axes: [{ incrs: roundSteps(1).filter((each) => each >= 1), values: (_, ticks) => ticks.map(count), label: "step", labelSize: 18, labelGap: 0, labelFont: `12.5px ${colour("--sans")}` },
+      { incrs: roundSteps(1), values: (_, ticks) => ticks.map(tick) }],
+    scales: { x: { range: (_, from, to) => [from, Math.max(to, from + 1)] }, y: { range: (_, low, high) => [0, high * 1.05 || 1] } },
+    hooks: { drawAxes: [below] },
+    tell: (index) => [`step ${count(steps[index])}`, lines.filter(({ values, dash }) => values[index] !== undefined && !dash)
+      .map(({ label, values }) => `${label} ${rounded(values[index], write)}`)],
+  }));
 }

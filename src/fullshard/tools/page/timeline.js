@@ -251,23 +251,13 @@ function drawTimeline() {
   const zooming = document.querySelector('[data-role="zoom"]');
   for (const [label, title, act] of [["←", "Earlier", () => move(-0.3)], ["→", "Later", () => move(0.3)], ["+", "Closer", () => zoom(0.5)],
     ["−", "Farther", () => zoom(2)], ["reset", "The whole step", goHome]]) {
-    const button = document.createElement("button");
-    button.textContent = label;
-    button.title = title;
-    button.addEventListener("click", act);
-    zooming.append(button);
+    zooming.append(made("button", { title, onclick: act }, label));
   }
   const present = new Set(all.flatMap((rank) => rank.timeline.map(([kind]) => trace.kinds[kind])));
   const legend = document.querySelector('[data-role="legend"]');
   for (const kind of trace.kinds.filter((each) => present.has(each))) {
-    const item = document.createElement("li");
-    const swatch = document.createElement("i");
-    swatch.className = "swatch";
-    swatch.dataset.kind = kind;
-    item.append(swatch, kind);
-    legend.append(item);
+    legend.append(made("li", {}, made("i", { className: "swatch", style: `background: var(${kindVariable(kind)})` }), kind));
   }
-  colourSwatches();
   keepDrawn(canvas.parentElement, draw);
 }
 if (trace) drawTimeline();

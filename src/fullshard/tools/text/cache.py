@@ -14,11 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fullshard.tools.text.files import CorpusError
+from fullshard.tools.config import OptionError
 
 _MADE = "made.json"  # the sizes of all files, once they are there
 _CHECKSUMS = ".crc32"  # of a file's blocks, in a file of its own
 _BLOCK_NBYTES = 1 << 14
+
+
+class CorpusError(OptionError):
+    """Text that is missing, unreadable, too short or not what the run was started with."""
 
 
 def kept(cache: Path, key: Any, make: Callable[[Path], None]) -> Path:

@@ -14,29 +14,28 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from fullshard.tools.text.files import (
+from fullshard.tools.text.cache import CorpusError
+from fullshard.tools.text.documents import (
     BINARY_NBYTES,
     DEFAULT_FIELD,
-    ByteSource,
-    CorpusError,
+    SAVED_NAMES,
+    TABLES,
     JsonForm,
-    JsonLines,
+    Source,
+    Table,
     TextFile,
+    beside_saved,
+    csv_rows,
     first_line,
+    has_csv_column,
+    has_json_field,
     is_binary,
     is_compressed,
-    is_json_lines,
-    look_at_json,
-)
-from fullshard.tools.text.rows import (
-    SAVED_NAMES,
-    CsvFile,
-    JsonTable,
-    ParquetFile,
-    SavedDataset,
-    beside_saved,
-    is_parquet,
     is_saved_dataset,
+    json_lines,
+    json_list,
+    look_at_json,
+    saved_rows,
     saved_splits,
 )
 
@@ -81,7 +80,7 @@ class Skipped:
     beside_data: list[str] = dataclasses.field(default_factory=list)
     of_other_splits: list[str] = dataclasses.field(default_factory=list)
 
-    def without(self, held: Sequence[ByteSource]) -> "Skipped":
+    def without(self, held: Sequence[Source]) -> "Skipped":
         """Return the same without text that is held out, which has a use."""
         names = {str(source.path) for source in held}
         others = [name for name in self.of_other_splits if name not in names]
@@ -101,7 +100,7 @@ class Skipped:
 
 def find_sources(
     data: Sequence[str], use: Use, *, text_field: str, cache: Path, skipped: Skipped
-) -> list[ByteSource]:
+) -> list[Source]:
     """Open the text of files and folders, in the given order.
 
     text_field: where rows have their text; "" for none that was given, which is `text`. Folders give their files
@@ -109,7 +108,7 @@ def find_sources(
     CorpusError for a path that does not exist, a binary file that is named itself, and a data set without
     the split that is wanted.
     """
-    found: list[ByteSource] = []
+    found: list[Source] = []
     for name in data:
         path = Path(name)
         if path.is_dir() and is_saved_dataset(path):
@@ -119,13 +118,13 @@ def find_sources(
             skipped.of_other_splits += [
                 str(folder) for split, folder in splits.items() if split != taken
             ]
-            found.append(SavedDataset(splits[taken], text_field or DEFAULT_FIELD, cache))
+            found.append(Table(splits[taken], text_field or DEFAULT_FIELD, cache, saved_rows))
             continue
         found += _files_of(path, use, skipped, functools.partial(_opened, text_field, cache))
     return found
 
 
-def _opened(field: str, cache: Path, path: Path, *, is_named: bool = False) -> ByteSource:
+def _opened(field: str, cache: Path, path: Path, *, is_named: bool = False) -> Source:
     """Open a file by its name and, where it is called .json or a field is given, by what it holds.
 
     With a field that is given (not ""), tables are read by it, whatever their names, or refused when they are
@@ -134,13 +133,11 @@ def _opened(field: str, cache: Path, path: Path, *, is_named: bool = False) -> B
     is_given, field = bool(field), field or DEFAULT_FIELD
     is_meant = is_given or is_named
     kind = path.suffix.lower()
-    if is_parquet(path):
-        return ParquetFile(path, field, cache)
-    if is_json_lines(path):
-        return JsonLines(path, field)
+    if kind in TABLES:
+        return Table(path, field, cache, TABLES[kind])
     if kind in (".csv", ".tsv"):
-        table = CsvFile(path, field, cache)
-        return table if is_meant or table.has_column() else TextFile(path)
+        is_table = is_meant or has_csv_column(path, field)
+        return Table(path, field, cache, csv_rows) if is_table else TextFile(path)
     if kind != ".json" and not is_given:
         return TextFile(path)
     look = look_at_json(path)
@@ -149,11 +146,12 @@ def _opened(field: str, cache: Path, path: Path, *, is_named: bool = False) -> B
         return TextFile(path)
     if look.form is JsonForm.LINES:
         has_field = isinstance(look.first, dict) and field in look.first
-        return JsonLines(path, field) if is_meant or has_field else TextFile(path)
-    rows = JsonTable(path, field, cache)
-    if is_given or (look.form is not JsonForm.NONE and rows.has_column(look, is_meant=is_named)):
-        return rows
-    return TextFile(path)
+        is_table = is_meant or has_field
+        return Table(path, field, cache, json_lines) if is_table else TextFile(path)
+    is_table = is_given or (
+        look.form is not JsonForm.NONE and has_json_field(path, field, look, is_meant=is_named)
+    )
+    return Table(path, field, cache, json_list) if is_table else TextFile(path)
 
 
 def _check_no_table(path: Path, field: str) -> None:
@@ -167,7 +165,7 @@ def _check_no_table(path: Path, field: str) -> None:
             )
 
 
-def check_apart(sources: Sequence[ByteSource], held: Sequence[ByteSource]) -> None:
+def check_apart(sources: Sequence[Source], held: Sequence[Source]) -> None:
     """Raise CorpusError for a file that is to be trained on and held out."""
     training = {source.path.resolve() for source in sources}
     for source in held:
@@ -178,7 +176,7 @@ def check_apart(sources: Sequence[ByteSource], held: Sequence[ByteSource]) -> No
             )
 
 
-def python_library() -> list[ByteSource]:
+def python_library() -> list[Source]:
     """Open the source files of Python's own library, without what is installed beside it."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = _in_order(_python_files(root), root)
@@ -187,12 +185,12 @@ def python_library() -> list[ByteSource]:
 
 
 def _files_of(
-    path: Path, use: Use, skipped: Skipped, opened: Callable[..., ByteSource]
-) -> list[ByteSource]:
+    path: Path, use: Use, skipped: Skipped, opened: Callable[..., Source]
+) -> list[Source]:
     if path.is_file():
         if is_compressed(path):
             raise CorpusError(f"{use.option} {path}: is compressed. Unpack it first.")
-        if not is_parquet(path) and is_binary(path):
+        if is_binary(path):
             raise CorpusError(
                 f"{use.option} {path}: is not text (a zero byte comes within its first "
                 f"{BINARY_NBYTES}), and a folder's files of that kind are skipped. Give text in "
@@ -225,7 +223,7 @@ def _readable(path: Path, use: Use, skipped: Skipped) -> list[Path]:
             skipped.hidden.append(str(file))
         elif is_compressed(file):
             skipped.compressed.append(str(file))
-        elif not is_parquet(file) and is_binary(file):
+        elif is_binary(file):
             skipped.binary.append(str(file))
         else:
             found.append(file)
@@ -237,7 +235,7 @@ def _readable(path: Path, use: Use, skipped: Skipped) -> list[Path]:
 
 
 def _of_data_set(
-    found: Mapping[Path, ByteSource], path: Path, use: Use, skipped: Skipped
+    found: Mapping[Path, Source], path: Path, use: Use, skipped: Skipped
 ) -> list[Path]:
     """Return the files of one split, or all if the folder is no data set."""
     splits: dict[str, list[Path]] = {}

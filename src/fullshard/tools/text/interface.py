@@ -1,9 +1,12 @@
 """What the training loop wants of text, whatever it is made of."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 IGNORED = -100
@@ -27,6 +30,31 @@ class Survey(NamedTuple):
 
     unigram_entropy: float
     fingerprint: str
+
+
+def survey_of(
+    read: Callable[[int, int], npt.NDArray[Any]],
+    size: int,
+    num_kinds: int,
+    digest: Any,
+    *,
+    most: int,
+    block: int,
+) -> Survey:
+    """Count tokens, and add them to a digest of what else tells the text from another.
+
+    read: gives tokens from a place on, as many as there are, at most so many. Text of more than `most` tokens is
+    read in blocks that are spread evenly.
+    """
+    num_blocks = math.ceil(min(size, most) / block)
+    stride = max(block, size // num_blocks)
+    counts = np.zeros(num_kinds, np.int64)
+    for number in range(num_blocks):
+        part = read(number * stride, block)
+        digest.update(part.tobytes())
+        counts += np.bincount(part, minlength=num_kinds)
+    odds = counts[counts > 0] / counts.sum()
+    return Survey(float(-(odds * np.log(odds)).sum()), digest.hexdigest())
 
 
 class Text(Protocol):

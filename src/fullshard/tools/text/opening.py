@@ -1,130 +1,156 @@
 """From a run's options to its text: bytes, or packed documents in the tokens of a tokenizer."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.progress import Copying
-from fullshard.tools.text.corpus import ByteText, open_corpus
-from fullshard.tools.text.files import DEFAULT_FIELD, ByteSource, JsonLines, TextFile, is_json_lines
+from fullshard.tools.text.cache import CorpusError
+from fullshard.tools.text.corpus import ByteText
+from fullshard.tools.text.documents import DEFAULT_FIELD, TABLES, Source, Table, TextFile
 from fullshard.tools.text.finding import (
     HELD_OUT,
     TRAINING,
     Skipped,
-    Use,
     check_apart,
     find_sources,
     python_library,
 )
 from fullshard.tools.text.interface import Text
-from fullshard.tools.text.packed import HeldOut, PackedText, check_length, where_held_out
-from fullshard.tools.text.packing import Packing
-from fullshard.tools.text.rows import CsvFile, JsonTable
+from fullshard.tools.text.packed import (
+    HeldOut,
+    PackedText,
+    Packing,
+    check_length,
+    where_held_out,
+)
 from fullshard.tools.text.tokenizer import Tokenizer
 from fullshard.tools.text.tokens import Tokens, tokenized
 
 
 def open_text(config: TrainConfig, tokenizer: Tokenizer | None, *, cache: Path) -> Text:
-    """Open what --data and --val-data name, and tokenize it unless that was done before.
+    """Open what --data and --val-data name, by default Python's own library, and tokenize it unless that was done before.
 
     cache: the folder where tokens, and bytes of tables, are kept. Raises CorpusError for text that is not
     there, cannot be read, or is too short.
     """
-    if tokenizer is not None:
-        return _packed(config, tokenizer, cache)
-    corpus = open_corpus(
-        config.data,
-        seq=config.seq,
-        text_field=config.text_field,
-        val_fraction=config.val_fraction,
-        val_data=config.val_data,
-        cache=cache,
+    skipped, field = Skipped(), config.text_field
+    if config.data:
+        sources = find_sources(
+            config.data, TRAINING, text_field=field, cache=cache, skipped=skipped
+        )
+    else:
+        sources = python_library()
+    others = find_sources(
+        config.val_data, HELD_OUT, text_field=field, cache=cache, skipped=Skipped()
     )
+    check_apart(sources, others)
+    skipped = skipped.without(others)
+    if tokenizer is not None:
+        return _packed(sources, others, config, tokenizer, skipped, cache)
+    return _bytes(sources, others, config, skipped)
+
+
+def _bytes(
+    sources: list[Source], others: list[Source], config: TrainConfig, skipped: Skipped
+) -> ByteText:
+    """Put text one behind the other: what is trained on, and behind it what is held out, or else its own end."""
+    seq, fraction = config.seq, config.val_fraction
+    if config.data:
+        skipped.empty += [str(source.path) for source in sources if not source.nbytes]
+    files = [source for source in (*sources, *others) if source.nbytes]
+    total, num_held = (sum(each.nbytes for each in part) for part in (files, others))
+    if total - num_held < seq + 1:
+        what = ", ".join(config.data)
+        what = what or "Python's standard library (its .py files may not be installed)"
+        num_files = sum(1 for source in sources if source.nbytes)
+        raise CorpusError(
+            f"--data: {what} holds {total - num_held} bytes of text in {num_files} files, but one sequence "
+            f"needs {seq + 1}. {f'Skipped: {skipped}. ' if skipped else ''}Give more text with "
+            "--data, or a smaller --seq."
+        )
+    if config.val_data and num_held < seq + 1:
+        raise CorpusError(
+            f"--val-data: {', '.join(config.val_data)} holds {num_held} bytes of text, but one sequence needs "
+            f"{seq + 1}. Give more text, or a smaller --seq."
+        )
+    val_nbytes = num_held or int(total * fraction)
+    if fraction and min(val_nbytes, total - val_nbytes) < seq + 1:
+        raise CorpusError(
+            f"--val-fraction {fraction}: of {total} bytes of text it holds {val_nbytes} out and leaves "
+            f"{total - val_nbytes}, but one sequence needs {seq + 1}. Give more text, or another fraction."
+        )
     return ByteText(
-        corpus,
-        config.seq,
+        tuple(files),
+        tuple(accumulate(each.nbytes for each in files)),
+        val_nbytes,
+        seq,
         config.global_batch,
         config.seed,
         config.val_sequences,
-        read_as=_read_as(corpus.files, config),
+        _remarks(files, skipped, config),
     )
 
 
-def _packed(config: TrainConfig, tokenizer: Tokenizer, cache: Path) -> PackedText:
-    skipped, sources = Skipped(), python_library()
-    if config.data:
-        sources = _sources(config.data, TRAINING, config, cache, skipped)
-    tokens = _tokens(sources, tokenizer, config, cache)
+def _packed(
+    sources: list[Source],
+    others: list[Source],
+    config: TrainConfig,
+    tokenizer: Tokenizer,
+    skipped: Skipped,
+    cache: Path,
+) -> PackedText:
+    def tokens_of(sources: list[Source]) -> Tokens:
+        with Copying("tokenizing") as bar:
+            return tokenized(
+                sources, tokenizer, text_field=config.text_field, cache=cache, progress=bar.update
+            )
+
+    seq, fraction = config.seq, config.val_fraction
+    tokens = tokens_of(sources)
     num_tokens, held = len(tokens), None
-    others: list[ByteSource] = []
     what = ", ".join(config.data) or "Python's standard library"
-    if config.val_fraction:
-        num_tokens = where_held_out(tokens, config.val_fraction)
-        held = HeldOut(tokens, num_tokens, config.seq, config.val_sequences)
-        what += f", less --val-fraction {config.val_fraction},"
-        check_length(
-            held.num_tokens,
-            config.seq,
-            what=f"--val-fraction {config.val_fraction}: what is held out",
-        )
-    elif config.val_data:
-        others = _sources(config.val_data, HELD_OUT, config, cache, Skipped())
-        skipped = skipped.without(others)
-        check_apart(sources, others)
-        other_tokens = _tokens(others, tokenizer, config, cache)
-        held = HeldOut(other_tokens, 0, config.seq, config.val_sequences)
-        named = ", ".join(config.val_data)
-        check_length(held.num_tokens, config.seq, what=f"--val-data: {named}")
+    if fraction:
+        num_tokens = where_held_out(tokens, fraction)
+        held = HeldOut(tokens, num_tokens, seq, config.val_sequences)
+        what += f", less --val-fraction {fraction},"
+        check_length(held.num_tokens, seq, what=f"--val-fraction {fraction}: what is held out")
+    elif others:
+        held = HeldOut(tokens_of(others), 0, seq, config.val_sequences)
+        check_length(held.num_tokens, seq, what=f"--val-data: {', '.join(config.val_data)}")
     left_out = f" (left out: {skipped})" if skipped else ""
-    check_length(num_tokens, config.seq, what=f"--data: {what}{left_out}")
+    check_length(num_tokens, seq, what=f"--data: {what}{left_out}")
     return PackedText(
         tokenizer,
         tokens,
         [source.path for source in sources],
-        Packing(num_tokens, tokens.ends, config.seq, config.global_batch, config.seed),
+        Packing(num_tokens, tokens.ends, seq, config.global_batch, config.seed),
         held,
         config.across_documents,
-        str(skipped),
-        _read_as([*sources, *others], config),
+        _remarks([*sources, *others], skipped, config),
     )
 
 
-def _read_as(sources: Sequence[ByteSource], config: TrainConfig) -> tuple[str, ...]:
-    """Say which tables might be taken for plain text, and which plain text for tables."""
+def _remarks(sources: Sequence[Source], skipped: Skipped, config: TrainConfig) -> list[str]:
+    """Say which tables might be taken for plain text, which plain text for tables, and what is left out."""
     column = f"{config.text_field or DEFAULT_FIELD!r} (--text-field)"
-    tables = [
-        each
-        for each in sources
-        if isinstance(each, CsvFile | JsonTable)
-        or (isinstance(each, JsonLines) and not is_json_lines(each.path))
-    ]
-    plain = [
-        each
-        for each in sources
-        if isinstance(each, TextFile) and each.path.suffix.lower() in (".json", ".csv", ".tsv")
-    ]
+    tables, plain = [], []
+    for source in sources:
+        kind = source.path.suffix.lower()
+        if isinstance(source, Table) and kind not in TABLES and not source.path.is_dir():
+            tables.append(source)
+        elif isinstance(source, TextFile) and kind in (".json", ".csv", ".tsv"):
+            plain.append(source)
     said = []
     if tables:
         said.append(f"tables: {_first(tables)}: column {column}")
     if plain:
         said.append(f"as plain text: {_first(plain)}: no rows with a column {column}")
-    return tuple(said)
+    if skipped:
+        said.append(f"of --data, not trained on: {skipped}")
+    return said
 
 
-def _first(sources: Sequence[ByteSource]) -> str:
+def _first(sources: Sequence[Source]) -> str:
     return ", ".join(str(each.path) for each in sources[:3]) + (", ..." if len(sources) > 3 else "")
-
-
-def _sources(
-    data: Sequence[str], use: Use, config: TrainConfig, cache: Path, skipped: Skipped
-) -> list[ByteSource]:
-    return find_sources(data, use, text_field=config.text_field, cache=cache, skipped=skipped)
-
-
-def _tokens(
-    sources: list[ByteSource], tokenizer: Tokenizer, config: TrainConfig, cache: Path
-) -> Tokens:
-    with Copying("tokenizing") as bar:
-        return tokenized(
-            sources, tokenizer, text_field=config.text_field, cache=cache, progress=bar.update
-        )

@@ -1,4 +1,13 @@
-"""Text as packed documents, in the tokens of a tokenizer."""
+"""Text as packed documents, in the tokens of a tokenizer.
+
+Documents lie one after the other, and are cut into sequences of `seq` tokens that are predicted:
+
+    documents    A A A A A A B B B C C C C C C C C        ends 6, 9, 17
+    sequences    |- - - - - -|- - - - - -|                seq 6: 2 of them; each reads one token more
+
+In an epoch each sequence comes once, in the order of `fullshard.ResumableOrder`. Within a sequence, no document sees
+another.
+"""
 
 import dataclasses
 import hashlib
@@ -9,19 +18,80 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from rich.filesize import decimal
-from torch import Tensor
 
-from fullshard.tools.text.files import CorpusError
-from fullshard.tools.text.interface import IGNORED, Batch, Survey
-from fullshard.tools.text.packing import Packing, borders, num_targets, positions
+import fullshard
+from fullshard.tools.text.cache import CorpusError
+from fullshard.tools.text.interface import IGNORED, Batch, Survey, survey_of
 from fullshard.tools.text.tokenizer import FILE, Tokenizer
 from fullshard.tools.text.tokens import Tokens
 
 _SURVEY_SIZE = 2**24
 """Entropy and fingerprint read about this many tokens, in evenly spaced blocks."""
 _BLOCK_SIZE = 2**18
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Sequences of packed documents. num_tokens: those to train on. batch: sequences of a step, over all ranks."""
+
+    num_tokens: int
+    ends: npt.NDArray[np.int64]
+    seq: int
+    batch: int
+    seed: int
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in an epoch. What is left behind the last one, less than a sequence, is never seen."""
+        return (self.num_tokens - 1) // self.seq
+
+    @cached_property
+    def order(
+        self,
+    ) -> "fullshard.ResumableOrder":  # not looked up before it is used: it imports the engine
+        return fullshard.ResumableOrder(
+            self.num_sequences, self.batch, seed=self.seed, rank=0, num_ranks=1
+        )
+
+    def start(self, step: int, index: int) -> int:
+        """Return where sequence `index` of a step begins."""
+        return self.order.sample(step, index) * self.seq
+
+    def epochs(self, steps: int) -> float:
+        """Return how often the text has been seen after so many steps."""
+        return steps * self.batch / self.num_sequences
+
+    def num_targets(self, step: int) -> int:
+        """Return how many tokens all ranks together predict in a step: not the first of a document."""
+        starts = (self.start(step, index) for index in range(self.batch))
+        return sum(num_targets(self.ends, start, self.seq) for start in starts)
+
+
+def borders(ends: npt.NDArray[np.int64], start: int, seq: int) -> npt.NDArray[np.int64]:
+    """Return where documents begin within a sequence, counted from its first token: from 1 to seq.
+
+    At seq itself begins the one whose first token the sequence reads only to be predicted, and that is not.
+    """
+    first, last = np.searchsorted(ends, (start, start + seq), side="right")
+    return np.asarray(ends[first:last]) - start
+
+
+def num_targets(ends: npt.NDArray[np.int64], start: int, seq: int) -> int:
+    """Return how many tokens of the sequence that begins there are predicted."""
+    first, last = np.searchsorted(ends, (start, start + seq), side="right")
+    return seq - int(last - first)
+
+
+def positions(seq: int, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return each token's position in its document: borders 2 and 5 in 6 tokens give 0 1 0 1 2 0."""
+    found = np.arange(seq)
+    begins = np.zeros(seq, np.int64)
+    inside = starts[starts < seq]
+    begins[inside] = inside
+    return found - np.maximum.accumulate(begins)
 
 
 class HeldOut(NamedTuple):
@@ -53,20 +123,18 @@ class HeldOut(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PackedText:
-    """Documents packed into sequences (`text/packing.py`).
+    """Documents packed into sequences.
 
-    across: whether documents of a sequence see those before them. skipped: what was left out, read_as: which files are
-    tables and which are not, both in words.
+    across: whether documents of a sequence see those before them. remarks: what else a person should know.
     """
 
     tokenizer: Tokenizer
     tokens: Tokens
     paths: Sequence[Path]
     packing: Packing
-    held: "HeldOut | None" = None
-    across: bool = False
-    skipped: str = ""
-    read_as: Sequence[str] = ()
+    held: HeldOut | None
+    across: bool
+    remarks: Sequence[str]
 
     @property
     def vocab_size(self) -> int:
@@ -83,24 +151,23 @@ class PackedText:
     @cached_property
     def survey(self) -> Survey:
         tokens = self.tokens
-        num_blocks = math.ceil(min(len(tokens), _SURVEY_SIZE) / _BLOCK_SIZE)
-        stride = max(_BLOCK_SIZE, len(tokens) // num_blocks)
-        counts = np.zeros(self.vocab_size, np.int64)
         digest = hashlib.sha256(self.tokenizer.files[FILE])
         digest.update(f"{self.tokenizer.end} {len(tokens)} {self.packing.num_tokens}".encode())
-        digest.update(self.tokens.ends[:_SURVEY_SIZE].tobytes())
+        digest.update(tokens.ends[:_SURVEY_SIZE].tobytes())
         if self.held is not None:
             held = self.held.tokens
             for start in range(0, min(len(held), _SURVEY_SIZE), _BLOCK_SIZE):
                 digest.update(
                     held.read([start], min(_BLOCK_SIZE, _SURVEY_SIZE - start))[0].tobytes()
                 )
-        for block in range(num_blocks):
-            (part,) = tokens.read([block * stride], _BLOCK_SIZE)
-            digest.update(part.tobytes())
-            counts += np.bincount(part, minlength=self.vocab_size)
-        odds = counts[counts > 0] / counts.sum()
-        return Survey(float(-(odds * np.log(odds)).sum()), digest.hexdigest())
+        return survey_of(
+            lambda start, count: tokens.read([start], count)[0],
+            len(tokens),
+            self.vocab_size,
+            digest,
+            most=_SURVEY_SIZE,
+            block=_BLOCK_SIZE,
+        )
 
     def notes(self) -> list[str]:
         packing, num_files = self.packing, len(self.paths)
@@ -118,8 +185,7 @@ class PackedText:
             f"an epoch is {packing.num_sequences:,} sequences, {epoch:,.1f} steps; documents end with "
             f"{self.tokenizer.end}",
             *([held] if held else []),
-            *self.read_as,
-            *([f"of --data, not trained on: {self.skipped}"] if self.skipped else []),
+            *self.remarks,
         ]
 
     def batch(self, step: int, indices: range) -> Batch:
@@ -158,25 +224,18 @@ class PackedText:
         return self.tokenizer.decode(tokens)
 
     def _batch(self, tokens: Tokens, starts: Sequence[int]) -> Batch:
-        rows = _rows(tokens, starts, self.packing.seq)
-        return Batch(rows[:, :-1], rows[:, 1:]) if self.across else _apart(rows, tokens, starts)
-
-
-def _rows(tokens: Tokens, starts: Sequence[int], seq: int) -> Tensor:
-    rows = np.stack(tokens.read(starts, seq + 1))
-    return torch.from_numpy(rows.astype(np.int64))
-
-
-def _apart(rows: Tensor, tokens: Tokens, starts: Sequence[int]) -> Batch:
-    inputs, targets = rows[:, :-1], rows[:, 1:].clone()
-    seq = inputs.shape[1]
-    within = np.empty(inputs.shape, np.int64)
-    for row, start in enumerate(starts):
-        found = borders(tokens.ends, start, seq)
-        targets[row, torch.from_numpy(found - 1)] = IGNORED
-        within[row] = positions(seq, found)
-    is_whole = bool(within[:, 1:].all())
-    return Batch(inputs, targets, None if is_whole else torch.from_numpy(within))
+        seq = self.packing.seq
+        rows = torch.from_numpy(np.stack(tokens.read(starts, seq + 1)).astype(np.int64))
+        inputs, targets = rows[:, :-1], rows[:, 1:]
+        if self.across:
+            return Batch(inputs, targets)
+        targets, within = targets.clone(), np.empty(inputs.shape, np.int64)
+        for row, start in enumerate(starts):
+            found = borders(tokens.ends, start, seq)
+            targets[row, torch.from_numpy(found - 1)] = IGNORED
+            within[row] = positions(seq, found)
+        is_whole = bool(within[:, 1:].all())
+        return Batch(inputs, targets, None if is_whole else torch.from_numpy(within))
 
 
 def check_length(num_tokens: int, seq: int, *, what: str) -> None:

@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fullshard.tools.text.cache import KeptFile, kept
-from fullshard.tools.text.files import Piece, Source
+from fullshard.tools.text.documents import Piece, Source, stamp
 from fullshard.tools.text.tokenizer import FILE, Tokenizer
 
 Progress = Callable[[int, int], object]
 """Told how many bytes of how many are done."""
 
-_FORMAT = 1
+_FORMAT = 2
 _BATCH_SIZE = 2**22  # characters that are tokenized at once, on all cores
 
 
@@ -77,7 +77,7 @@ def tokenized(
     nothing can be written.
     """
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    stamps = [[type(source).__name__, source.stamp()] for source in sources]
+    stamps = [[source.kind, stamp(source.path)] for source in sources]
     key = ["tokens", _FORMAT, text_field, stamps, tokenizer.end, tokenizer.version]
     key.append(tokenizer.files[FILE].decode())
 

@@ -1,0 +1,454 @@
+"""Files as documents: a file of text is one, and so is each row of a table with a column of text.
+
+    text            bytes as they are
+    table           JSON lines, JSON, CSV, Parquet and what `datasets` has saved; a row such as
+                    {"text": "Hello", "id": 7} is the document Hello, and read as bytes Hello and a newline
+
+JSON and CSV are read here and not by `datasets`, which `fullshard[train]` does not install, and which takes a row without
+text for one, guesses types of columns that nobody asked for, and names no line of a file that it cannot read.
+"""
+
+import codecs
+import csv
+import enum
+import importlib
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any, NamedTuple
+
+from fullshard.tools.config import OptionError
+from fullshard.tools.text.cache import CorpusError, KeptFile, kept
+
+DEFAULT_FIELD = "text"
+"""Where text is, unless --text-field says otherwise."""
+
+BINARY_NBYTES = 1024
+PIECE_SIZE = 2**20
+"""A document is tokenized in pieces of about so many characters."""
+_NUM_ROWS = 1000  # read at once
+_SAVED = "state.json"  # in the folder of a data set that was saved
+_SAVED_SPLITS = "dataset_dict.json"  # in one that holds several, by their splits
+SAVED_NAMES = frozenset((_SAVED, _SAVED_SPLITS))
+_COMPRESSED = (
+    b"\x1f\x8b",
+    b"BZh",
+    b"\xfd7zXZ",
+    b"\x28\xb5\x2f\xfd",
+    b"PK\x03\x04",
+    b"\x04\x22\x4d\x18",
+)
+_AS_TEXT = "Chats and other lists have to be written as text first, each into a field of its own: docs/data.md, Chats."
+_MOST_NAMED = 12
+_MOST_HEADER = 2**16
+_KINDS = {type(None): "null", bool: "true or false", list: "a list", dict: "an object"}
+
+
+class Piece(NamedTuple):
+    """Part of a document, or all of it. done: how much of its source lies behind it, from 0 to 1."""
+
+    text: str
+    ends_document: bool
+    done: float
+
+
+class TextFile:
+    """A file whose bytes are the text: one document.
+
+    replace: whether bytes that are not UTF-8 become U+FFFD in it, instead of being an error. Bytes are read as
+    they are.
+    """
+
+    kind = "text"
+
+    def __init__(self, path: Path, *, replace: bool = False) -> None:
+        self.path, self._errors = path, "replace" if replace else "strict"
+        self.size = self.nbytes = path.stat().st_size
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        with opened(self.path) as file:
+            file.seek(offset)
+            part = file.read(nbytes)
+        if len(part) != nbytes:
+            raise CorpusError(
+                f"{self.path} has become shorter since the run started; training text must "
+                "not change during a run."
+            )
+        return part
+
+    def pieces(self) -> Iterator[Piece]:
+        """Give the file in pieces that end with a line, where lines are not too long for that."""
+        # Without a byte order mark, if there is one.
+        decoder = codecs.getincrementaldecoder("utf-8-sig")(errors=self._errors)
+        text, position = "", 0
+        try:
+            with opened(self.path) as file:
+                while block := file.read(PIECE_SIZE):
+                    position += len(block)
+                    text += decoder.decode(block)
+                    end = text.rfind("\n") + 1 or len(text)
+                    if len(text) > end or position < self.nbytes:
+                        yield Piece(text[:end], False, position / self.nbytes)
+                        text = text[end:]
+            yield Piece(text + decoder.decode(b"", final=True), True, 1.0)
+        except UnicodeDecodeError as error:
+            raise CorpusError(
+                f"{self.path} is not UTF-8 ({error.reason}, byte {error.object[error.start]:#x}). Convert "
+                "it, leave it out, or train on bytes, without --tokenizer."
+            ) from error
+
+
+Texts = Iterator[tuple[str | None, float]]
+"""The text of each row, None where it has none, and how much of the table is read, from 0 to 1."""
+
+
+class Table:
+    """Rows with a column of text. Read as bytes, each is followed by a newline, and all are written to `cache` first.
+
+    texts: gives them, of a path and a field; raises CorpusError for a column that is not there or is not text.
+    """
+
+    def __init__(
+        self, path: Path, field: str, cache: Path, texts: Callable[[Path, str], Texts]
+    ) -> None:
+        self.path, self._field, self._cache, self._texts = path, field, cache, texts
+        self.kind = texts.__name__
+        self.size = sum(nbytes for _, nbytes, _ in stamp(path))
+
+    def pieces(self) -> Iterator[Piece]:
+        """Give the documents, long ones in parts: 2.5 million characters become three pieces."""
+        for number, (text, done) in enumerate(self._texts(self.path, self._field), start=1):
+            if text is None:
+                raise CorpusError(
+                    f"{self.path}, row {number}: has no text in {self._field!r}. Filter such rows out."
+                )
+            for start in range(0, max(1, len(text)), PIECE_SIZE):
+                end = start + PIECE_SIZE
+                yield Piece(text[start:end], end >= len(text), done)
+
+    @property
+    def nbytes(self) -> int:
+        return self._flat.nbytes
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return self._flat.read([(offset, nbytes)])[0]
+
+    @cached_property
+    def _flat(self) -> KeptFile:
+        def write(folder: Path) -> None:
+            with (folder / "bytes").open("wb") as file:
+                for text, ends, _ in self.pieces():
+                    file.write(text.encode() + (b"\n" if ends else b""))
+
+        key = ["bytes", 2, self.kind, self._field, stamp(self.path)]
+        return KeptFile(kept(self._cache, key, write) / "bytes")
+
+
+Source = TextFile | Table
+"""Documents in one place. path: what they are called by. size: on the disk, in bytes."""
+
+
+def json_lines(path: Path, field: str) -> Texts:
+    """Read a file of JSON objects, one a line; empty lines are none."""
+    size, position = path.stat().st_size, 0
+    with opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            position += len(line)
+            if line.strip():
+                where = f"{path}, line {number}"
+                yield _text_of(_parsed(line, where=where), field, where=where), position / size
+
+
+def json_list(path: Path, field: str) -> Texts:
+    """Read a file of JSON that is one list of rows, or an object with one under a key, whole.
+
+    A row is an object, or text, which is column `text`:
+
+        [{"body": "a", "id": 1}, {"body": "b"}]    ["a", "b"]    {"version": 2, "data": [{"body": "a"}]}
+    """
+    key, rows = _json_rows(path, field)
+    if field in (key, DEFAULT_FIELD):
+        rows = [{field: row} if isinstance(row, str) else row for row in rows]
+    for number, row in enumerate(rows, start=1):
+        yield _text_of(row, field, where=f"{path}, entry {number}"), number / len(rows)
+
+
+def csv_rows(path: Path, field: str) -> Texts:
+    """Read comma-separated values, or tab-separated ones, whose first row names the columns."""
+    csv.field_size_limit(2**31 - 1)  # 128 KiB otherwise
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            lines = io.TextIOWrapper(file, newline="", encoding="utf-8-sig")
+            delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+            rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
+            _check_column(path, field, dict.fromkeys(rows.fieldnames or (), True))
+            for row in rows:
+                yield row[field], file.tell() / size
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise CorpusError(
+            f"{path}: cannot be read as a table ({error}). Write it as JSON lines or Parquet; to "
+            "train on it as plain text, rename it to .txt."
+        ) from error
+
+
+def parquet_rows(path: Path, field: str) -> Texts:
+    """Read a file of Apache Parquet."""
+    parquet = _library("pyarrow.parquet")
+    try:
+        with parquet.ParquetFile(path, memory_map=True) as file:
+            _check_schema(path, field, file.schema_arrow)
+            batches = file.iter_batches(batch_size=_NUM_ROWS, columns=[field])
+            columns = (batch.column(0).to_pylist() for batch in batches)
+            yield from _counted(columns, file.metadata.num_rows)
+    except CorpusError:
+        raise
+    except (OSError, ValueError) as error:
+        raise CorpusError(f"{path}: is no Parquet file that can be read ({error}).") from error
+
+
+def saved_rows(path: Path, field: str) -> Texts:
+    """Read a folder that `datasets.Dataset.save_to_disk` has written."""
+    load = _library("datasets").load_from_disk
+    try:
+        found = load(str(path))
+    except Exception as error:  # many kinds, for instance of one without rows
+        raise CorpusError(f"{path}: cannot be read by datasets: {error!r}") from error
+    _check_schema(path, field, found.data.schema)
+    batches = found.select_columns(field).iter(batch_size=_NUM_ROWS)
+    yield from _counted((batch[field] for batch in batches), len(found))
+
+
+TABLES = {".jsonl": json_lines, ".ndjson": json_lines, ".parquet": parquet_rows}
+"""How files are read whose names say that they hold a table, whatever is asked of them."""
+
+
+def _counted(columns: Iterator[Sequence[str | None]], num_rows: int) -> Texts:
+    texts = (text for column in columns for text in column)
+    for number, text in enumerate(texts, start=1):
+        yield text, number / num_rows
+
+
+def _check_schema(path: Path, field: str, schema: Any) -> None:
+    """Raise CorpusError if a column is not text to Arrow; with few different ones they may be kept once, as a dictionary."""
+    types = _library("pyarrow.types")
+    is_text = (types.is_string, types.is_large_string, types.is_string_view)
+    kinds = {
+        each.name: each.type.value_type if types.is_dictionary(each.type) else each.type
+        for each in schema
+    }
+    _check_column(
+        path, field, {name: any(check(kind) for check in is_text) for name, kind in kinds.items()}
+    )
+
+
+def _check_column(path: Path, field: str, columns: dict[str, bool]) -> None:
+    """columns: of each name, whether it holds text."""
+    if not columns.get(field):
+        has = [name for name, is_text in columns.items() if is_text]
+        raise CorpusError(f"{path}: has no column {field!r} with text. {_name_another(has)}")
+
+
+def has_csv_column(path: Path, field: str) -> bool:
+    """Whether a CSV file can be read and has a column."""
+    try:
+        next(csv_rows(path, field), None)
+    except CorpusError:
+        return False
+    return True
+
+
+def has_json_field(path: Path, field: str, look: "JsonLook", *, is_meant: bool) -> bool:
+    """Whether the first row of a `json_list` has a field, or, where the file is meant to be trained on, is a row at all."""
+    row = look.first
+    if row is None or look.form is JsonForm.OBJECT:
+        try:
+            row = next(iter(_json_rows(path, field)[1]), None)
+        except CorpusError:
+            return False
+    if isinstance(row, dict) and field in row:
+        return True
+    return is_meant and look.form is JsonForm.LIST and isinstance(row, dict | str)
+
+
+def _json_rows(path: Path, field: str) -> tuple[str, list[object]]:
+    """Return the rows, and the key that they are under, or ""."""
+    with opened(path) as file:
+        value = _parsed(file.read(), where=str(path))
+    if isinstance(value, list):
+        return "", value
+    if not isinstance(value, dict):
+        raise CorpusError(f"{path}: is neither a list of objects nor an object.")
+    if isinstance(value.get(field), str):
+        return "", [value]
+    lists = {
+        key: rows
+        for key, rows in value.items()
+        if isinstance(rows, list) and rows and isinstance(rows[0], dict | str)
+    }
+    having = [
+        key
+        for key, rows in lists.items()
+        if key == field or (isinstance(rows[0], dict) and field in rows[0])
+    ]
+    if len(keys := having or [*lists]) == 1:
+        return keys[0], lists[keys[0]]
+    there = f"lists under {_named(keys)}" if keys else "no list of rows"
+    raise CorpusError(
+        f"{path}: is an object with {there}, so it is not known what to read. Write the rows as JSON "
+        "lines; to train on it as plain text, rename it to .txt."
+    )
+
+
+def _parsed(content: bytes, *, where: str) -> object:
+    """Return what JSON says; raises CorpusError for what is none, not UTF-8, or nested too deep."""
+    try:
+        # Text alone is wanted: as a whole number, one of 5,000 digits is an error.
+        return json.loads(content, parse_int=float)
+    except (ValueError, RecursionError) as error:
+        raise CorpusError(f"{where}: is not JSON ({error}).") from error
+
+
+def _text_of(entry: object, field: str, *, where: str) -> str:
+    """Return the text in a field of an object of JSON; raises CorpusError where there is none."""
+    if isinstance(entry, str):
+        raise CorpusError(
+            f"{where}: is text itself, and no object with a field {field!r}. Leave --text-field out."
+        )
+    if not isinstance(entry, dict):
+        raise CorpusError(f'{where}: is not an object such as {{"{field}": "..."}}.')
+    text = entry.get(field)
+    if not isinstance(text, str):
+        if field in entry:
+            kind = _KINDS.get(type(text), "a number")
+            what_to_do = _AS_TEXT if isinstance(text, list | dict) else "Filter such lines out."
+            raise CorpusError(f"{where}: field {field!r} is {kind}, not text. {what_to_do}")
+        has = [key for key, value in entry.items() if isinstance(value, str)]
+        raise CorpusError(f"{where}: has no field {field!r} with text. {_name_another(has)}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CorpusError(
+            f"{where}: holds half a character (an escape such as \\ud800 alone, at "
+            f"{error.start}), which is no text. Write it whole, or filter the line out."
+        ) from error
+    return text
+
+
+def _name_another(has: Sequence[str]) -> str:
+    """Say what to do where a field has no text. has: those that have."""
+    is_in = _named(has) or "none"
+    return f"Name another with --text-field (text is in: {is_in}).{'' if has else f' {_AS_TEXT}'}"
+
+
+def _named(names: Sequence[str]) -> str:
+    """Return the first of many names, each cut: where there is no header, they are text themselves."""
+    more = ", ..." if len(names) > _MOST_NAMED else ""
+    return ", ".join(f"{name:.60}" for name in names[:_MOST_NAMED]) + more
+
+
+def is_binary(path: Path) -> bool:
+    """Whether a zero byte comes early: text has none, most other formats do. Parquet, which is read, has them too."""
+    if path.suffix.lower() == ".parquet":
+        return False
+    with opened(path) as file:
+        return b"\0" in file.read(BINARY_NBYTES)
+
+
+class JsonForm(enum.Enum):
+    """What a file of JSON is: objects, one a line; or one value, a list or an object; or no JSON."""
+
+    LINES = enum.auto()
+    LIST = enum.auto()
+    OBJECT = enum.auto()
+    NONE = enum.auto()
+
+
+class JsonLook(NamedTuple):
+    """What the beginning of a file of JSON says. first: its first object, or the first of its list, if that is short."""
+
+    form: JsonForm
+    first: object = None
+
+
+def look_at_json(path: Path) -> JsonLook:
+    """Look at the beginning of a file, whatever its name is."""
+    with opened(path) as file:
+        content = file.read(PIECE_SIZE)
+        if content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
+            content += file.readline() + file.read(BINARY_NBYTES)  # a first line may be long
+    head = content.decode("utf-8-sig", errors="replace").lstrip()
+    if not head.startswith(("[", "{")):
+        return JsonLook(JsonForm.NONE)
+    form = JsonForm.LIST if head[0] == "[" else JsonForm.OBJECT
+    head = head[form is JsonForm.LIST :].lstrip()
+    try:
+        first, end = json.JSONDecoder(parse_int=float).raw_decode(head)
+    except (ValueError, RecursionError):
+        return JsonLook(form)
+    if form is JsonForm.OBJECT and head[end:].lstrip().startswith("{"):
+        form = JsonForm.LINES
+    return JsonLook(form, first)
+
+
+def first_line(path: Path) -> str:
+    """Return the beginning of a file up to the end of a line, or as much as a line of a header has."""
+    with opened(path) as file:
+        line = file.readline(_MOST_HEADER)
+    return line.decode("utf-8-sig", errors="replace").rstrip("\r\n")
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether a file begins as gzip, bzip2, xz, zstd, zip and lz4 do."""
+    with opened(path) as file:
+        return file.read(8).startswith(_COMPRESSED)
+
+
+def stamp(path: Path) -> list[tuple[str, int, int]]:
+    """Return full name, size and time of change in nanoseconds, which no program can set back, of each file of a source."""
+    paths = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    found = ((file.resolve(), file.stat()) for file in paths)
+    return [(str(file), status.st_size, status.st_ctime_ns) for file, status in found]
+
+
+def opened(path: Path) -> IO[bytes]:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise CorpusError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether `save_to_disk` of a data set, or of a dictionary of several, has written a folder."""
+    alone = (folder / _SAVED).is_file() and (folder / "dataset_info.json").is_file()
+    return alone or (folder / _SAVED_SPLITS).is_file()
+
+
+def saved_splits(folder: Path) -> dict[str, Path]:
+    """Return the folder of each split; of a data set alone, that one without a name."""
+    if not (folder / _SAVED_SPLITS).is_file():
+        return {"": folder}
+    return {path.parent.name: path.parent for path in sorted(folder.glob(f"*/{_SAVED}"))}
+
+
+def beside_saved(folder: Path) -> list[Path]:
+    """Return what else lies in such a folder, hidden files aside."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return [
+        path
+        for path in files
+        if path.suffix not in (".arrow", ".json") and not path.name.startswith(".")
+    ]
+
+
+def _library(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise OptionError(
+            f"--data: Parquet and saved data sets are read by {name.partition('.')[0]}, which is not installed "
+            f'({error}). pip install "fullshard[huggingface]"'
+        ) from error
