@@ -119,18 +119,14 @@ class LocalContent:
         unknown += [view for extra in self.extras.values() for view in extra.views()]
         return sum(view.numel() * view.itemsize for view in unknown) <= _MOST_COPIED_NBYTES
 
-    def views(self) -> list[torch.Tensor]:
-        """Return its memory of models and optimizers."""
-        return [held.view for holding in self._holdings() for held in holding.boxes]
-
-    def staged(self, stage: Stage, memory: Sequence[torch.Tensor]) -> Callable[[], "LocalContent"]:
+    def staged(self, stage: Stage) -> Callable[[], "LocalContent"]:
         """Copy its memory; return what puts the same together over the copies.
 
-        Training does not change those, so that can be done later. memory: of its `views`.
+        Training does not change those, so that can be done later.
         """
-        of_extras = [view for extra in self.extras.values() for view in extra.views()]
-        views = self.views() + of_extras
-        copied = stage([*memory, *of_extras])
+        views = [held.view for holding in self._holdings() for held in holding.boxes]
+        views += [view for extra in self.extras.values() for view in extra.views()]
+        copied = stage(views)
 
         def over_copies() -> LocalContent:
             copies = dict(zip(map(id, views), copied, strict=True))
@@ -139,7 +135,9 @@ class LocalContent:
                 return copies[id(view)]
 
             return dataclasses.replace(
-                self.over(copy_of),
+                self,
+                holdings=[holding.over(copy_of) for holding in self.holdings],
+                states={key: each.over(copy_of) for key, each in self.states.items()},
                 extras={key: each.over(copy_of) for key, each in self.extras.items()},
             )
 
@@ -157,14 +155,6 @@ class LocalContent:
             states[MODULE_STATES] = of_modules
         extras = {key: _extra_of(key, state) for key, state in states.items()}
         return dataclasses.replace(self, extras=extras, compares=compares)
-
-    def over(self, copy_of: Callable[[torch.Tensor], torch.Tensor]) -> "LocalContent":
-        """Return the same over copies of the memory of models and optimizers."""
-        return dataclasses.replace(
-            self,
-            holdings=[holding.over(copy_of) for holding in self.holdings],
-            states={key: each.over(copy_of) for key, each in self.states.items()},
-        )
 
     def _holdings(self) -> Iterator[Holding]:
         yield from self.holdings

@@ -7,7 +7,7 @@ as step counters, is a value. Both are read from the optimizer's own memory.
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.plan.units import without_compile
-from fullshard.state.agreement import Digests, Others, Report, agree, digests_of, merged_alone
+from fullshard.state.agreement import Digests, Report, agree, digests_of, merged_alone
 from fullshard.state.copies import own_share
 from fullshard.state.first_state import first_state
 from fullshard.state.holdings import Holding, tensor_holding, unit_holding
@@ -46,36 +46,16 @@ class OptimizerState:
     differing: dict[str, tuple[int, int]]
 
 
-class ParameterState(NamedTuple):
-    """What an optimizer keeps of one parameter: copies of values, and its own tensors, by name."""
-
-    values: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
-
-
-class TrainedPlace(NamedTuple):
-    """What a parameter of an optimizer stands for.
-
-    unit: the number of its unit; None, and no indices, if it is not sharded.
-    """
-
-    name: str
-    unit: int | None
-    indices: tuple[int, ...]
-
-
 @dataclasses.dataclass(slots=True)
 class LocalState:
     """What this rank alone knows of an optimizer's state.
 
-    units: each unit, and the names of its parameters. places: of the optimizer's parameters, in order.
-    reports: the state of each unit, as ranks compare it. of_units, of_others: tensors of units' parameters
+    units: each unit, and the names of its parameters. reports: the state of each unit, as ranks compare it. of_units, of_others: tensors of units' parameters
     and of others, in the optimizer's memory, without what other ranks are known to write. scalars: of others.
     Scalars and options are copies.
     """
 
     units: Sequence[tuple[Unit, Mapping[int, str]]]
-    places: Sequence[TrainedPlace]
     reports: Sequence[Report]
     of_units: dict[tuple[str, str], Holding]
     of_others: dict[tuple[str, str], Holding]
@@ -91,26 +71,6 @@ class LocalState:
         """Yield what it has of all tensors."""
         yield from self.of_units.values()
         yield from self.of_others.values()
-
-    def with_values(
-        self, options: Sequence[dict[str, Any]], states: Sequence[ParameterState | None]
-    ) -> "LocalState":
-        """Return the same with other values of all groups and parameters, in their order."""
-        others: list[Others] = [{} for _ in self.units]
-        scalars: Scalars = {}
-        for place, own in zip(self.places, states, strict=True):
-            if own is None:
-                continue
-            if place.unit is None:
-                scalars[place.name] = own.values
-            else:
-                others[place.unit].update((index, {**own.values}) for index in place.indices)
-        return dataclasses.replace(
-            self,
-            reports=[r._replace(others=o) for r, o in zip(self.reports, others, strict=True)],
-            scalars=scalars,
-            groups=[{**g, "options": o} for g, o in zip(self.groups, options, strict=True)],
-        )
 
     def over(self, copy_of: Callable[[torch.Tensor], torch.Tensor]) -> "LocalState":
         """Return the same over copies of its memory."""
@@ -162,27 +122,28 @@ def local_state(
     _warn_of_more(optimizer)
     names = names_of_trained(trained)
     units = [unit for structure in structures for unit, _ in structure.units]
-    numbers = {id(unit): number for number, unit in enumerate(units)}
     states = {id(unit): UnitState() for unit in units}
-    tensors: dict[tuple[str, str], Holding] = {}
-    places: list[TrainedPlace] = []
-    read = states_of(optimizer)
-    for parameter, own in zip(parameters_of(optimizer), read, strict=True):
+    of_others: dict[tuple[str, str], Holding] = {}
+    scalars: Scalars = {}
+    for parameter in parameters_of(optimizer):
+        own = optimizer.state.get(parameter)
+        if not own:
+            continue
         entry = trained[parameter]
         name = entry.names[0]
-        places.append(TrainedPlace(name, numbers.get(id(entry.unit)), entry.indices))
-        if own is None:
-            continue
-        for key in (*own.values, *own.tensors):
+        of_unit: dict[str, Any] = {}
+        values = of_unit if entry.unit is not None else scalars.setdefault(name, {})
+        for key, value in own.items():
+            full_name = f"{prefix}{name}/{key}"
             if type(key) is not str or not key or "/" in key:
                 raise StateError(
                     f"{prefix}{name}: {kind_of(optimizer)} keeps state under {key!r}. A checkpoint "
                     "has names that are strings without slashes: keep it under one."
                 )
-        of_unit: dict[str, torch.Tensor] = {}
-        for key, value in own.tensors.items():
-            if entry.unit is None or is_apart(value, parameter):
-                tensors[name, key] = tensor_holding(f"{prefix}{name}/{key}", value)
+            if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                values[key] = _copy_of(value)
+            elif entry.unit is None or is_apart(value, parameter):
+                of_others[name, key] = own_share(tensor_holding(full_name, value))
             else:
                 of_unit[key] = value
         if entry.unit is not None:
@@ -198,40 +159,15 @@ def local_state(
                 _check_plain(full_name, local)
                 holding = unit_holding(parts, index, (full_name,), local)
                 of_units[own_names[index], key] = own_share(holding)
-    of_others = {key: own_share(holding) for key, holding in tensors.items()}
     groups = [
-        {"params": [name for p in group["params"] for name in trained[p].names]}
+        {
+            "params": [name for p in group["params"] for name in trained[p].names],
+            "options": {k: _copy_of(v) for k, v in group.items() if k not in _NOT_OPTIONS},
+        }
         for group in optimizer.param_groups
     ]
     kind = kind_of(optimizer)
-    state = LocalState(named_units, places, reports, of_units, of_others, {}, groups, kind)
-    return state.with_values(options_of(optimizer), read)
-
-
-def states_of(optimizer: torch.optim.Optimizer) -> list[ParameterState | None]:
-    """Return what an optimizer keeps of each parameter, in order; None where it keeps nothing."""
-    found: list[ParameterState | None] = []
-    for parameter in parameters_of(optimizer):
-        own = optimizer.state.get(parameter)
-        if not own:
-            found.append(None)
-            continue
-        state = ParameterState({}, {})
-        for key, value in own.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                state.tensors[key] = value
-            else:
-                state.values[key] = _copy_of(value)
-        found.append(state)
-    return found
-
-
-def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return copies of the options of an optimizer's groups."""
-    return [
-        {key: _copy_of(value) for key, value in group.items() if key not in _NOT_OPTIONS}
-        for group in optimizer.param_groups
-    ]
+    return LocalState(named_units, reports, of_units, of_others, scalars, groups, kind)
 
 
 def agreed_state(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from fullshard.checkpoint.background import PendingSave, finish_background, staging
-from fullshard.checkpoint.kept_plan import kept_plan
 from fullshard.checkpoint.local_content import Models, Optimizers
 from fullshard.checkpoint.opening import Location
 from fullshard.checkpoint.peers import Peers, said
@@ -107,7 +106,7 @@ def _decided_later(request: SaveRequest, peers: Peers) -> Callable[[], SaveJob]:
     """
     alike = alike_in(request)
     try:
-        captured = capture(request, kept_plan)
+        captured = capture(request)
         knows = peers.size == 1 or captured.content.is_mostly_numbered
         own = captured.staged(staging.copies if knows else list)
     except Exception as error:

@@ -22,7 +22,6 @@ import torch
 
 from fullshard.checkpoint.content import Content, agreed_content, to_write
 from fullshard.checkpoint.folder import Draft, Folder, new_tag
-from fullshard.checkpoint.kept_plan import KeptPlan
 from fullshard.checkpoint.local_content import (
     LocalContent,
     Models,
@@ -100,19 +99,18 @@ class Moments(NamedTuple):
 class Captured:
     """What one rank alone brings to a save.
 
-    values: of the manifest. memory: of the content's views of models and optimizers.
+    values: of the manifest.
     """
 
     request: SaveRequest
     target: Folder
     content: LocalContent
     values: Mapping[str, Any]
-    memory: Sequence[torch.Tensor]
     moments: Moments
 
     def staged(self, stage: Stage) -> Callable[[], "Captured"]:
         """Copy what it refers to; return what puts the same together over the copies, later."""
-        over_copies = self.content.staged(stage, self.memory)
+        over_copies = self.content.staged(stage)
         return lambda: dataclasses.replace(self, content=over_copies())
 
 
@@ -146,11 +144,8 @@ class SaveJob:
 
 
 @torch.no_grad()
-def capture(request: SaveRequest, plan: KeptPlan | None = None) -> Captured:
-    """Return what this rank alone brings to a save. Raises FullshardError for what cannot be saved.
-
-    plan: of the save before, to be used if it is right for this one, too.
-    """
+def capture(request: SaveRequest) -> Captured:
+    """Return what this rank alone brings to a save. Raises FullshardError for what cannot be saved."""
     if type(request.step) not in (int, type(None)):
         raise CheckpointError(f"step is {request.step!r}: give an int, or None.")
     if not folder_at(request.path).name:
@@ -164,18 +159,13 @@ def capture(request: SaveRequest, plan: KeptPlan | None = None) -> Captured:
         "metadata": _encoded_metadata(request.metadata),
     }
     structures, optimizers = structures_of(request.model), named(request.optimizer, "optimizer")
-    if plan is None:
-        content = content_of(structures, optimizers)
-        memory: Sequence[torch.Tensor] = content.views()
-    else:
-        content, memory = plan.content(structures, optimizers)
-    content = content.with_extras(
+    content = content_of(structures, optimizers).with_extras(
         request.extra,
         module_states(structures),
         rng=request.rng,
         compares=compares(request.model),
     )
-    return Captured(request, target, content, values, memory, _moments(structures, optimizers))
+    return Captured(request, target, content, values, _moments(structures, optimizers))
 
 
 def _moments(
