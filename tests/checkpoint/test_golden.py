@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import fullshard
-from fullshard.checkpoint import writing
+from fullshard.checkpoint import write
 from tests.api import Api
 from tests.fsdp1.models import quiet
 from tests.harness import Pools, Task, mesh_of, rank, world_size
@@ -108,7 +108,7 @@ def _options(case: str) -> dict[str, Any]:
 def _save(case: str, folder: Path, model: nn.Module, optimizer: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if case == "flat":
-            patch.setattr(writing, "_SMALLEST_FILE", 64)
+            patch.setattr(write, "_SMALLEST_FILE", 64)
         fullshard.save_checkpoint(folder, model, optimizer, **_options(case))
 
 

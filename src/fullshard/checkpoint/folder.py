@@ -6,7 +6,7 @@ files through it: reading and writing them, giving a checkpoint its name, removi
     runs/a/step-100            LocalFolder: complete once it has its name
     s3://bucket/a/step-100     ObjectFolder: complete once it has its manifest
 
-`locations.folder_at` makes one of a path or a URL.
+`opening.folder_at` makes one of a path or a URL.
 """
 
 import abc

@@ -20,15 +20,20 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from fullshard.checkpoint.background import PendingSave, finish_background
+from fullshard.checkpoint.content import Models, Optimizers
 from fullshard.checkpoint.folder import Folder
-from fullshard.checkpoint.loading import LoadedCheckpoint, load_checkpoint
-from fullshard.checkpoint.local_content import Models, Optimizers
+from fullshard.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from fullshard.checkpoint.manifest import MANIFEST, loads
 from fullshard.checkpoint.opening import Location, folder_at
 from fullshard.checkpoint.peers import Peers
-from fullshard.checkpoint.saving import save_later, save_now
-from fullshard.checkpoint.stages import SavedCheckpoint, SaveRequest
+from fullshard.checkpoint.save import (
+    PendingSave,
+    SavedCheckpoint,
+    SaveRequest,
+    finish_background,
+    save_later,
+    save_now,
+)
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.process_hooks import AFTER_FORK, set_signal
 

@@ -25,7 +25,7 @@ from fullshard.checkpoint.foreign import (
     loaded_without_trust,
 )
 from fullshard.checkpoint.manifest import DTYPE_NAMES
-from fullshard.checkpoint.spans import Wanted
+from fullshard.checkpoint.read import Wanted
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.plan.boxes import Box, common, tiling_fault, whole_box
 from fullshard.plan.layout import Shape
