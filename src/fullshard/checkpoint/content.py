@@ -312,7 +312,7 @@ class Content:
 def agreed_content(own: LocalContent, told: Sequence[Told], peers: Peers) -> Content:
     """Put together what this rank knows and what all ranks have told. Collective.
 
-    There is one round of small messages where ranks have states of the same kinds.
+    Where ranks have states of the same kinds, they send digests alone.
     """
     agreed: dict[str, OptimizerState] = {}
     fault: Exception | None = None

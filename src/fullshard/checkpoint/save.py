@@ -479,7 +479,7 @@ class PendingSave:
         try:
             with self._peers.naming_absent(self.path):
                 # Ranks share cores and disks: what one does in the background would hold up others' copies.
-                self._peers.wait_for_all()
+                self._peers.gathered(None)
                 job = decided()
                 nbytes = execute(job, self._peers)
             self._warning = job.warning(self._peers)
