@@ -312,12 +312,6 @@ def test_what_a_dead_save_left_is_removed(
     assert len(_names(f"{prefix}/step-00000001")) == 2
 
 
-def test_others_files_are_not_mixed_with_a_checkpoints(prefix: str) -> None:
-    fsspec.filesystem("memory").pipe(f"{prefix}/a/notes.txt", b"mine")
-    with pytest.raises(CheckpointError, match=r"other files \(notes.txt\)"):
-        fullshard.save_checkpoint(f"{prefix}/a", nn.Linear(2, 2))
-
-
 def test_going_back_copies_nothing_and_loses_neither_course(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

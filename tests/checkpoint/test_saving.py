@@ -44,6 +44,7 @@ from tests.fresh import in_warm_forks
 from tests.harness import Fate, mesh_of, on_ranks, rank, run_fresh, world_size
 from tests.models import mlp
 from tests.resident import peak_mib
+from tests.selection import each_value
 from tests.training import assert_equal
 
 alone = pytest.mark.apis("peer_memory")
@@ -562,15 +563,6 @@ def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @alone
 @on_ranks(2)
-def test_extra_state_of_one_rank_alone_is_refused(api: Api, tmp_path: Path) -> None:
-    model, _ = _sharded(api)
-    extra = {"log": 1} if rank() == 0 else {}
-    with pytest.raises(CheckpointError, match=r"extra is \['log'\] on rank 0 and \[\] on rank 1"):
-        fullshard.save_checkpoint(tmp_path / "a", model, extra=extra)
-
-
-@alone
-@on_ranks(2)
 def test_a_damaged_newest_checkpoint_does_not_stop_a_job(api: Api, tmp_path: Path) -> None:
     model, optimizer = _sharded(api)
     manager = fullshard.CheckpointManager(tmp_path, model, optimizer, every_steps=1, signals=())
@@ -686,30 +678,17 @@ def test_what_cannot_be_loaded_is_not_what_stays(tmp_path: Path, damage: str) ->
         latest = fullshard.latest_checkpoint(tmp_path)
     assert latest is not None
     assert latest.step == 2
-    with pytest.warns(UserWarning, match="step-00000003 is damaged.*does not count"):
-        removed = prune_checkpoints(tmp_path, keep_last=1)
-    assert [each.step for each in removed] == [1]
-    fullshard.load_checkpoint(latest.path, nn.Linear(2, 2))
-    assert newest.is_dir()
-
-
-def test_manager_goes_on_from_the_newest_undamaged_one(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    manager = fullshard.CheckpointManager(tmp_path, model, signals=())
-    for step in (1, 2, 3):
-        manager.save(step)
-    manager.close()
-    manifest = tmp_path / "step-00000003" / "manifest.json"
-    manifest.write_bytes(manifest.read_bytes()[:-9])
-    with pytest.warns(UserWarning, match="step-00000003 is damaged, so the checkpoint before it"):
+    manager = fullshard.CheckpointManager(tmp_path, nn.Linear(2, 2), signals=())
+    with pytest.warns(UserWarning, match="00003 is damaged, so the checkpoint before it"):
         assert manager.resume() == 2
-    with pytest.raises(CheckpointError, match="keep_last is 0"):
-        fullshard.CheckpointManager(tmp_path, model, keep_last=0)
-    with pytest.warns(UserWarning, match="step-00000003 is damaged"):
-        assert prune_checkpoints(tmp_path, keep_last=1, dry_run=True)
+    for dry_run in (True, False):
+        with pytest.warns(UserWarning, match="step-00000003 is damaged.*does not count"):
+            removed = prune_checkpoints(tmp_path, keep_last=1, dry_run=dry_run)
+        assert [each.step for each in removed] == [1]
+        assert (tmp_path / "step-00000001").is_dir() == dry_run
+    assert newest.is_dir()
     with pytest.raises(CheckpointError, match="keep_last is 0"):
         prune_checkpoints(tmp_path, keep_last=0)
-    assert len(checkpoints_in(tmp_path)) == 3
     with pytest.raises(CheckpointError, match="is a checkpoint"):
         prune_checkpoints(tmp_path / "step-00000002", keep_last=1)
 
@@ -1167,6 +1146,7 @@ _WAYS_TO_SHARD: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+@each_value()
 @alone
 @pytest.mark.parametrize("save", [_save_now, _save_later, _manage])
 @pytest.mark.parametrize("way", _WAYS_TO_SHARD)

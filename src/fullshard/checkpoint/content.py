@@ -4,9 +4,9 @@
     optimizer/<name>/<state>       or optimizer.<key>/... of several optimizers
     extra/<key>/<path>             tensors inside the extra state; @<rank> after the key where ranks differ
 
-`content_of` and `LocalContent.with_extras` look at what this rank alone has, and communicate with nobody. It
-refers to memory of the program; `LocalContent.staged` refers to copies, which training does not change.
-`agreed_content` puts it together with what the other ranks tell.
+`content_of` looks at what this rank alone has, and communicates with nobody. That refers to memory of the
+program; `LocalContent.staged` refers to copies, which training does not change. `agreed_content` puts it together
+with what the other ranks tell.
 """
 
 import dataclasses
@@ -18,16 +18,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.optimizer import (
+    AgreedState,
     LocalState,
-    OptimizerState,
-    TrainedBy,
     agreed_state,
     differing_scalars,
     local_state,
+    manifest_values,
     merged_values,
+    trained_by,
 )
 from fullshard.checkpoint.peers import Peers
-from fullshard.checkpoint.values import MODULE_STATES, RNG, States, decoded, encoded, random_states
+from fullshard.checkpoint.values import (
+    MODULE_STATES,
+    RNG,
+    decoded,
+    encoded,
+    module_states,
+    random_states,
+)
 from fullshard.checkpoint.write import ToWrite
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.plan.units import without_compile
@@ -44,13 +52,12 @@ from fullshard.state.holdings import (
     HeldTensor,
     Holding,
     holdings_in,
-    is_ddp,
     plain_memory,
     tensor_holding,
     without_ddp,
 )
 from fullshard.state.host_memory import checksum, host_bytes
-from fullshard.state.structure import Structure, structure_of
+from fullshard.state.structure import Structure
 
 Models = nn.Module | Mapping[str, nn.Module]
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
@@ -116,13 +123,15 @@ class LocalContent:
     models: their sections. holdings: of the models, without what others are known to write.
     states: of optimizers, by section. extras: by key.
     compares: whether ranks may differ in values that nothing keeps equal, so that they are compared.
+    given: values of the manifest that all ranks are given alike, encoded.
     """
 
     models: Sequence[str]
     holdings: Sequence[Holding]
     states: Mapping[str, LocalState]
     extras: Mapping[str, Extra]
-    compares: bool
+    compares: bool = True
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def told(self) -> Told:
         """Return what other ranks are told of it at first."""
@@ -138,42 +147,21 @@ class LocalContent:
         unknown += [view for extra in self.extras.values() for view in extra.views()]
         return sum(view.numel() * view.itemsize for view in unknown) <= _MOST_COPIED_NBYTES
 
-    def staged(self, stage: Stage) -> Callable[[], "LocalContent"]:
-        """Copy its memory; return what puts the same together over the copies.
-
-        Training does not change those, so that can be done later.
-        """
+    def staged(self, stage: Stage) -> "LocalContent":
+        """Return the same over copies of its memory, which training does not change."""
         views = [held.view for holding in self._holdings() for held in holding.boxes]
         views += [view for extra in self.extras.values() for view in extra.views()]
-        copied = stage(views)
+        copies = dict(zip(map(id, views), stage(views), strict=True))
 
-        def over_copies() -> LocalContent:
-            copies = dict(zip(map(id, views), copied, strict=True))
+        def copy_of(view: torch.Tensor) -> torch.Tensor:
+            return copies[id(view)]
 
-            def copy_of(view: torch.Tensor) -> torch.Tensor:
-                return copies[id(view)]
-
-            return dataclasses.replace(
-                self,
-                holdings=[holding.over(copy_of) for holding in self.holdings],
-                states={key: each.over(copy_of) for key, each in self.states.items()},
-                extras={key: each.over(copy_of) for key, each in self.extras.items()},
-            )
-
-        return over_copies
-
-    def with_extras(
-        self, extra: Mapping[str, Any], of_modules: States, *, rng: bool, compares: bool
-    ) -> "LocalContent":
-        """Return the same with extra state, and what modules keep of their own.
-
-        Raises CheckpointError for what cannot be saved.
-        """
-        states = extra_states(extra, rng=rng)
-        if of_modules:
-            states[MODULE_STATES] = of_modules
-        extras = {key: _extra_of(key, state) for key, state in states.items()}
-        return dataclasses.replace(self, extras=extras, compares=compares)
+        return dataclasses.replace(
+            self,
+            holdings=[holding.over(copy_of) for holding in self.holdings],
+            states={key: each.over(copy_of) for key, each in self.states.items()},
+            extras={key: each.over(copy_of) for key, each in self.extras.items()},
+        )
 
     def _holdings(self) -> Iterator[Holding]:
         yield from self.holdings
@@ -181,32 +169,30 @@ class LocalContent:
             yield from state.holdings()
 
 
-def compares(models: Models) -> bool:
-    """Return whether ranks may differ in values that nothing keeps equal, so that they are compared."""
-    # Reading all values takes as long as copying them. DistributedDataParallel keeps them equal.
-    return not all(map(is_ddp, _each(models)))
-
-
-def structures_of(models: Models) -> dict[str, Structure]:
-    """Return what each model is made of, by section."""
-    return {section: structure_of(each) for section, each in named(models, "model").items()}
-
-
 def content_of(
-    structures: Mapping[str, Structure], optimizers: Mapping[str, torch.optim.Optimizer]
+    structures: Mapping[str, Structure],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    extra: Mapping[str, Any],
+    *,
+    rng: bool,
 ) -> LocalContent:
-    """Return what this rank has of models and optimizers, by section.
+    """Return what this rank has of models and optimizers, by section, and of extra state.
 
     Raises FullshardError for what cannot be saved.
     """
     holdings = [*map(own_share, held_by(structures))]  # first: what users have moved is adopted
-    trained = TrainedBy(structures)
-    every_one = [*structures.values()]
+    trained = trained_by(structures, optimizers)
     states = {
-        section: local_state(optimizer, trained.of(optimizer), every_one, f"{section}/")
+        section: local_state(optimizer, trained[section], [*structures.values()], f"{section}/")
         for section, optimizer in optimizers.items()
     }
-    return LocalContent(sorted(structures), holdings, states, {}, compares=False)
+    objects = _states_of(extra)
+    if rng:
+        objects[RNG] = random_states()
+    if of_modules := module_states(structures):
+        objects[MODULE_STATES] = of_modules
+    extras = {key: _extra_of(key, state) for key, state in objects.items()}
+    return LocalContent(sorted(structures), holdings, states, extras)
 
 
 def _extra_of(key: str, state: Any) -> Extra:
@@ -229,7 +215,7 @@ def _extra_of(key: str, state: Any) -> Extra:
     return Extra(tree, tensors)
 
 
-def extra_states(extra: Mapping[str, Any], *, rng: bool) -> dict[str, Any]:
+def _states_of(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of each extra object: what its ``state_dict()`` returns, or the value itself."""
     found = {}
     for key, value in extra.items():
@@ -239,8 +225,6 @@ def extra_states(extra: Mapping[str, Any], *, rng: bool) -> dict[str, Any]:
                 f"{MODULE_STATES!r}."
             )
         found[key] = value.state_dict() if hasattr(value, "state_dict") else value
-    if rng:
-        found[RNG] = random_states()
     return found
 
 
@@ -266,30 +250,19 @@ def named(objects: Any, section: str) -> dict[str, Any]:
 
 def held_by(structures: Mapping[str, Structure], *, writes: str = "") -> list[Holding]:
     """Return what this rank holds of models, by names with their sections. writes: as `holdings_of` says."""
-    return [
-        prefixed(holding, f"{section}/")
-        for section, structure in structures.items()
-        for holding in holdings_in(structure, writes=writes)
-    ]
-
-
-def _each(objects: Any) -> list[Any]:
-    return [*objects.values()] if isinstance(objects, Mapping) else [objects]
+    found = []
+    for section, structure in structures.items():
+        for holding in holdings_in(structure, writes=writes):
+            names = [f"{section}/{without_compile(name)}" for name in holding.names]
+            found.append(holding._replace(names=tuple(dict.fromkeys(names))))
+    return found
 
 
 def section_names(objects: Any, section: str) -> list[str]:
     """Return the sections of objects as far as they are known; see `named`."""
-    return (
-        sorted(objects, key=str)
-        if isinstance(objects, Mapping)
-        else [section][: objects is not None]
-    )
-
-
-def prefixed(holding: Holding, prefix: str) -> Holding:
-    """Return a holding with a prefix before its names."""
-    names = tuple(dict.fromkeys([prefix + without_compile(name) for name in holding.names]))
-    return holding._replace(names=names)
+    if isinstance(objects, Mapping):
+        return sorted(objects, key=str)
+    return [section] if objects is not None else []
 
 
 # What ranks agree on
@@ -300,7 +273,7 @@ class Content:
     """What one rank brings to a checkpoint.
 
     holdings: tensors. values: of the manifest, by key; of this rank alone in ``own_values``, which
-    differ between ranks. warning: what to tell the user once ranks do not wait for each other any more.
+    differ between ranks. warning: what to tell the user, on rank 0, once ranks do not wait for each other any more.
     """
 
     holdings: list[Holding]
@@ -314,15 +287,17 @@ def agreed_content(own: LocalContent, told: Sequence[Told], peers: Peers) -> Con
 
     Where ranks have states of the same kinds, they send digests alone.
     """
-    agreed: dict[str, OptimizerState] = {}
+    agreed: dict[str, AgreedState] = {}
     fault: Exception | None = None
     try:
         for section, state in own.states.items():
-            digests = [each.states[section] for each in told]
-            agreed[section] = agreed_state(state, f"{section}/", peers.group, digests)
+            of_states = [each.states[section] for each in told]
+            agreed[section] = agreed_state(state, section, peers.group, of_states)
     except Exception as error:
         fault = error  # of stages of a pipeline perhaps not on all ranks: raised below, on all
-    differing = _differing([each.extras for each in told])
+    digests = [each.extras for each in told]
+    keys = {key for own_digests in digests for key in own_digests}
+    differing = {key for key in keys if len({each.get(key) for each in digests}) > 1}
     compares = own.compares and peers.size > 1
 
     def joined() -> tuple[Content, tuple[bytes, str, str]]:
@@ -345,22 +320,27 @@ def agreed_content(own: LocalContent, told: Sequence[Told], peers: Peers) -> Con
         everyones = peers.gathered(content.values["optimizers"])
         content.values["optimizers"] = merged_values(everyones)
         differing_values.update(differing_scalars(everyones))
-    content.warning = said_of_differing(differing_values, taken="saved")
+    if peers.rank == 0:
+        content.warning = said_of_differing(differing_values, taken="saved")
     return content
 
 
 def _joined(
-    local: LocalContent, agreed: Mapping[str, OptimizerState], differing: Collection[str], rank: int
+    local: LocalContent, agreed: Mapping[str, AgreedState], differing: Collection[str], rank: int
 ) -> Content:
     """Put models, optimizers and extra state together, once it is known where ranks differ."""
     holdings = list(local.holdings)
     values: dict[str, Any] = {
-        "optimizers": {section: _values(section, state) for section, state in agreed.items()},
+        **local.given,
+        "optimizers": {
+            section: manifest_values(local.states[section], state.scalars, section)
+            for section, state in agreed.items()
+        },
         "extra": {},
         "models": local.models,
     }
     for state in agreed.values():
-        holdings += state.tensors.values()
+        holdings += state.holdings
     own_values: dict[str, Any] = {}
     for key, each in local.extras.items():
         if key not in differing:
@@ -386,28 +366,3 @@ def to_write(holdings: Sequence[Holding]) -> list[ToWrite]:
         for holding in map(own_share, holdings)
         for held in holding.boxes
     ]
-
-
-def _values(section: str, state: OptimizerState) -> dict[str, Any]:
-    return {
-        "class": state.kind,
-        "groups": encoded(state.groups, f"{section}/groups", _no_tensor),
-        # Name by name: a parameter's may begin with "$".
-        "scalars": {
-            name: encoded(own, f"{section}/{name}", _no_tensor)
-            for name, own in state.scalars.items()
-        },
-    }
-
-
-def _differing(everyones: Sequence[Mapping[str, str]]) -> set[str]:
-    """Return the keys of extra state of which not all ranks have the same digest."""
-    keys = {key for own in everyones for key in own}
-    return {key for key in keys if len({own.get(key) for own in everyones}) > 1}
-
-
-def _no_tensor(name: str, tensor: torch.Tensor) -> None:
-    raise CheckpointError(
-        f"{name} is a tensor of shape {tuple(tensor.shape)} inside a value. An optimizer's state may hold "
-        "tensors, its options and lists may not."
-    )

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.checkpoint.peers import Peers
-from fullshard.checkpoint.read import SavedTensor
 from fullshard.errors import CheckpointError
 from fullshard.host import Pool, memory_pools, resident_nbytes
 
@@ -234,11 +234,7 @@ def check_copies(nbytes: int) -> None:
 def state_nbytes(tensors: Mapping[str, SavedTensor], sections: Iterable[str]) -> int:
     """Return the bytes of the tensors in these sections."""
     wanted = {*sections}
-    return sum(
-        math.prod(tensor.shape) * tensor.dtype.itemsize
-        for name, tensor in tensors.items()
-        if name.partition("/")[0] in wanted
-    )
+    return sum(t.nbytes for name, t in tensors.items() if name.partition("/")[0] in wanted)
 
 
 def _in_host_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -25,8 +25,8 @@ from fullshard.checkpoint.fit import (
     state_nbytes,
 )
 from fullshard.checkpoint.opening import Location, check_same_files, opened
-from fullshard.checkpoint.optimizer import TrainedBy, check_trained
-from fullshard.checkpoint.optimizer_load import Destination, plan_optimizer
+from fullshard.checkpoint.optimizer import check_trained, trained_by
+from fullshard.checkpoint.optimizer_load import OptimizerLoad
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.read import Names, SavedState, Wanted, naming_malformed
 from fullshard.checkpoint.save import finish_background
@@ -60,9 +60,17 @@ class SavedValues:
 
     def __init__(self, state: SavedState, rank: int, num_ranks: int) -> None:
         self._state, self._rank, self._num_ranks = state, rank, num_ranks
-        # What is equal on all ranks, and what is not: each key is in one of them.
-        self._shared: Mapping[str, Any] = state.values.get("extra", {})
-        self._by_rank: Mapping[str, Mapping[str, Any]] = state.values.get("extra_by_rank", {})
+
+    @property
+    def _shared(self) -> Mapping[str, Any]:
+        """Extra state that is equal on all ranks, by key. What is not is in `_by_rank`, and nothing in both."""
+        shared: Mapping[str, Any] = self._state.values.get("extra", {})
+        return shared
+
+    @property
+    def _by_rank(self) -> Mapping[str, Mapping[str, Any]]:
+        by_rank: Mapping[str, Mapping[str, Any]] = self._state.values.get("extra_by_rank", {})
+        return by_rank
 
     def decoded(self, tree: Any, tensor: Callable[[str], torch.Tensor] | None = None) -> Any:
         """Return a value of the manifest. tensor: returns a tensor that it names; a whole one if None."""
@@ -194,13 +202,14 @@ def _is_sharded(tensor: Any) -> bool:
 class LoadPlan(NamedTuple):
     """What one rank loads.
 
-    holdings: memory, by the names that the files have for it. destinations: of optimizer state, by section.
+    holdings: memory, by the names that the files have for it. destinations: of optimizer state, with its scalars and
+    groups, None if it was not saved.
     module_states: modules, and what each is given of its own. problems: what does not fit. notes: what a
     reader of a log should know.
     """
 
     holdings: list[Holding]
-    destinations: dict[str, Destination]
+    destinations: list[tuple[OptimizerLoad, OptimizerValues | None]]
     module_states: list[tuple[nn.Module, Any]]
     problems: list[str]
     notes: list[str]
@@ -211,36 +220,33 @@ def plan_load(
     models: Mapping[str, nn.Module],
     optimizers: Mapping[str, torch.optim.Optimizer],
     extra: Collection[str],
-    values_of: Callable[[SavedState], SavedValues],
+    values: SavedValues,
 ) -> LoadPlan:
     """Compare what this rank holds with what was saved.
 
-    extra: keys that are asked for. values_of: returns a state's values, as this rank gets them.
+    extra: keys that are asked for. values: of the state, as this rank gets them.
 
     Makes optimizer state that is not there yet, and changes no value. Raises StateError for an optimizer
     of other parameters.
     """
     structures = {section: structure_of(model) for section, model in models.items()}
     holdings = held_by(structures, writes="load_checkpoint")
-    all_trained = TrainedBy(structures)
-    trained = {section: all_trained.of(each) for section, each in optimizers.items()}
+    trained = trained_by(structures, optimizers)
     state.find(_names_of(models, holdings, optimizers, trained, extra))
     found, problems, taken = _found(state, holdings)
-    module_states, own_problems = match_module_states(structures, values_of(state).module_states())
+    module_states, own_problems = match_module_states(structures, values.module_states())
     problems += own_problems
     known_extra = {**state.values.get("extra", {}), **state.values.get("extra_by_rank", {})}
     problems += [f"missing extra/{key}" for key in extra if key not in known_extra]
-    destinations = {}
+    destinations = []
     notes: list[str] = []
     converted = _of_other_dtypes(state, found)
     for section, optimizer in optimizers.items():
         check_trained(optimizer, trained[section])
-        destination, own_problems, own_notes = plan_optimizer(
-            state, section, optimizer, trained[section], converted
-        )
-        destinations[section] = destination
-        notes += own_notes
-        problems += own_problems
+        destination = OptimizerLoad(state, section, optimizer, trained[section], converted)
+        destinations.append((destination, values.of_optimizer(section)))
+        notes += destination.notes
+        problems += destination.problems
         found += destination.holdings.values()
         taken.update(holding.name for holding in destination.holdings.values())
     mismatched = {h.name for h in found if state.tensors[h.name].shape != h.shape}
@@ -463,23 +469,16 @@ def _load(
 ) -> LoadedCheckpoint:
     """Plan on all ranks, refuse on all what does not fit, read tensors, then hand on what is none."""
 
-    def values_of(state: SavedState) -> SavedValues:
-        return SavedValues(state, peers.rank, peers.size)
+    values = SavedValues(state, peers.rank, peers.size)
 
     def loads() -> Load:
         own = named(optimizers, "optimizer")
         return Load(named(models, "model").values(), own.values(), state_nbytes(state.tensors, own))
 
-    of_optimizers: dict[str, OptimizerValues] = {}
-
     def known() -> tuple[LoadPlan, list[str]]:
-        optimizers_by_section = named(optimizers, "optimizer")
-        plan = plan_load(state, named(models, "model"), optimizers_by_section, extra, values_of)
-        for section in optimizers_by_section:
-            own = values_of(state).of_optimizer(section)
-            if own is not None:
-                of_optimizers[section] = own
-        values_of(state).check(extra)
+        own_optimizers = named(optimizers, "optimizer")
+        plan = plan_load(state, named(models, "model"), own_optimizers, extra, values)
+        values.check(extra)
         return plan, plan.problems
 
     if not allowed & {"missing", "memory"}:  # what is missing is not written to
@@ -487,11 +486,11 @@ def _load(
     plan, problems = peers.together_telling(known)
     differing = check_fits(_source(state.location), problems, allowed)
     nbytes = peers.together(lambda: _read(state, plan.holdings))
-    values = values_of(state)
 
     def hand_on() -> tuple[dict[str, Any], list[str]]:
-        for section, (scalars, groups) in of_optimizers.items():
-            plan.destinations[section].assign(scalars, groups, peers.rank)
+        for destination, own in plan.destinations:
+            if own is not None:
+                destination.assign(*own, peers.rank)
         for module, own_state in plan.module_states:
             module.set_extra_state(own_state)
         others = values.hand_on(extra)

@@ -7,13 +7,14 @@ as step counters, is a value. Both are read from the optimizer's own memory.
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.values import encoded
 from fullshard.engine.unit import Unit
 from fullshard.errors import CheckpointError, StateError
 from fullshard.plan.units import without_compile
@@ -29,20 +30,15 @@ from fullshard.state.unit_parts import parts_of
 Scalars = dict[str, dict[str, Any]]  # by name of the parameter, by name of the state
 
 
-@dataclasses.dataclass(slots=True)
-class OptimizerState:
-    """This rank's state of one optimizer.
+class AgreedState(NamedTuple):
+    """What ranks have agreed on of one optimizer's state.
 
-    tensors: by name of the parameter and of the state. scalars: everything else, alike on all ranks.
-    groups: the options of each parameter group, with the names of its parameters.
-    kind: the optimizer's class, see `kind_of`. differing: two ranks, by name, that have different
-    scalars; the first one's is in ``scalars``.
+    holdings: this rank's tensors. scalars: everything else, alike on all ranks. differing: two ranks, by name, that
+    have different scalars; the first one's are in ``scalars``.
     """
 
-    tensors: dict[tuple[str, str], Holding]
+    holdings: list[Holding]
     scalars: Scalars
-    groups: list[dict[str, Any]]
-    kind: str
     differing: dict[str, tuple[int, int]]
 
 
@@ -171,18 +167,15 @@ def local_state(
 
 
 def agreed_state(
-    local: LocalState,
-    prefix: str,
-    group: dist.ProcessGroup | None,
-    digests: Sequence[Digests],
-) -> OptimizerState:
+    local: LocalState, section: str, group: dist.ProcessGroup | None, digests: Sequence[Digests]
+) -> AgreedState:
     """Return a rank's state with what others have of the same parameters. Collective.
 
     digests: of all ranks' `LocalState`; if they are equal, nothing is sent.
 
     Raises StateError where ranks that have parts of a parameter differ in what state they have.
     """
-    tensors, scalars = dict(local.of_others), dict(local.scalars)
+    holdings, scalars = [*local.of_others.values()], dict(local.scalars)
     differing: dict[str, tuple[int, int]] = {}
     if group is None:
         found = merged_alone(local.reports)
@@ -190,7 +183,7 @@ def agreed_state(
         found = agree(local.reports, [names for _, names in local.units], group, digests)
     for (unit, names), agreed in zip(local.units, found, strict=True):
         for (index, key), ranks in agreed.differing.items():
-            differing[f"{prefix}{names[index]}/{key}"] = ranks
+            differing[f"{section}/{names[index]}/{key}"] = ranks
         for index, kinds in agreed.kinds.items():
             name = names[index]
             scalars[name] = dict(agreed.others.get(index, {}))
@@ -201,9 +194,28 @@ def agreed_state(
                 if own is None:  # this rank owns nothing of it
                     parts = parts_of(unit)
                     nothing = parts.new_local(index, dtype, torch.device("cpu"))
-                    own = unit_holding(parts, index, (f"{prefix}{name}/{key}",), nothing)
-                tensors[name, key] = own
-    return OptimizerState(tensors, scalars, local.groups, local.kind, differing)
+                    own = unit_holding(parts, index, (f"{section}/{name}/{key}",), nothing)
+                holdings.append(own)
+    return AgreedState(holdings, scalars, differing)
+
+
+def manifest_values(local: LocalState, scalars: Scalars, section: str) -> dict[str, Any]:
+    """Return what a manifest has of an optimizer that is no tensor. Raises CheckpointError if it cannot."""
+    return {
+        "class": local.kind,
+        "groups": encoded(local.groups, f"{section}/groups", _refuse_tensor),
+        # Name by name: a parameter's may begin with "$".
+        "scalars": {
+            name: encoded(own, f"{section}/{name}", _refuse_tensor) for name, own in scalars.items()
+        },
+    }
+
+
+def _refuse_tensor(name: str, tensor: torch.Tensor) -> None:
+    raise CheckpointError(
+        f"{name} is a tensor of shape {tuple(tensor.shape)} inside a value. An optimizer's state may hold "
+        "tensors, its options and lists may not."
+    )
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
@@ -268,33 +280,31 @@ def _check_plain(name: str, local: torch.Tensor) -> None:
         )
 
 
-class TrainedBy:
-    """What each parameter stands for that optimizers of some models may train.
+def trained_by(
+    structures: Mapping[str, Structure], optimizers: Mapping[str, torch.optim.Optimizer]
+) -> dict[str, Mapping[nn.Parameter, Trained]]:
+    """Return, by section of each optimizer, what the parameters of the models stand for.
 
-    structures: of the models, by section. Of an optimizer that trains several of them, names of
-    parameters begin with the model's key if they would not be different otherwise: "actor.0.weight".
+    structures: of the models, by section. For an optimizer that trains several of them, names of parameters
+    begin with the model's key if they would not be different otherwise: "actor.0.weight".
     """
-
-    def __init__(self, structures: Mapping[str, Structure]) -> None:
-        self._by_section = {section: _clean_trained(each) for section, each in structures.items()}
-
-    def of(self, optimizer: torch.optim.Optimizer) -> Mapping[nn.Parameter, Trained]:
-        """Return it for the parameters of an optimizer, and for those of the models beside them."""
+    by_model = {section: _clean_trained(each) for section, each in structures.items()}
+    joined: dict[nn.Parameter, Trained] = {}
+    qualified: dict[nn.Parameter, Trained] = {}
+    for section, own in by_model.items():
+        joined = {**own, **joined}  # of what several models have, the first one's name
+        key = section.partition(".")[2]
+        for parameter, entry in own.items():
+            names = tuple(f"{key}.{name}" for name in entry.names)
+            qualified.setdefault(parameter, dataclasses.replace(entry, names=names))
+    found: dict[str, Mapping[nn.Parameter, Trained]] = {}
+    for section, optimizer in optimizers.items():
         parameters = {*parameters_of(optimizer)}
-        sections = [own for own in self._by_section.values() if parameters & own.keys()]
-        joined: dict[nn.Parameter, Trained] = {}
-        for own in self._by_section.values():
-            joined = {**own, **joined}  # of what several models have, the first one's name
+        num_models = sum(bool(parameters & own.keys()) for own in by_model.values())
         trained = [name for p in parameters if p in joined for name in joined[p].names]
-        if len(sections) < 2 or len({*trained}) == len(trained):
-            return joined
-        qualified: dict[nn.Parameter, Trained] = {}
-        for section, own in self._by_section.items():
-            key = section.partition(".")[2]
-            for parameter, entry in own.items():
-                names = tuple(f"{key}.{name}" for name in entry.names)
-                qualified.setdefault(parameter, dataclasses.replace(entry, names=names))
-        return qualified
+        is_clear = num_models < 2 or len({*trained}) == len(trained)
+        found[section] = joined if is_clear else qualified
+    return found
 
 
 def _clean_trained(structure: Structure) -> dict[nn.Parameter, Trained]:

@@ -25,7 +25,7 @@ import mmap
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ from fullshard.checkpoint.manifest import (
     MANIFEST,
     FileEntry,
     FilePiece,
+    SavedTensor,
     TensorEntry,
     blocks_of,
     loads,
@@ -41,7 +42,6 @@ from fullshard.checkpoint.manifest import (
 from fullshard.checkpoint.values import check_encoded
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError
 from fullshard.plan.boxes import Box, common
-from fullshard.plan.layout import Shape
 from fullshard.state.host_memory import bytes_of, checksum
 
 T = TypeVar("T")
@@ -210,19 +210,6 @@ def naming_malformed(what: str, advice: str = "") -> Iterator[None]:
         if isinstance(error, FullshardError):
             raise
         raise CheckpointError(f"{what} of no known form ({error!r:.200}).{advice}") from error
-
-
-class SavedTensor(Protocol):
-    """A tensor of the files: its whole shape, its dtype, its other names, and how it was divided."""
-
-    @property
-    def shape(self) -> Shape: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def aliases(self) -> tuple[str, ...]: ...
-    @property
-    def placement(self) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

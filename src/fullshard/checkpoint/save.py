@@ -31,11 +31,9 @@ from fullshard.checkpoint.content import (
     Stage,
     Told,
     agreed_content,
-    compares,
     content_of,
     named,
     section_names,
-    structures_of,
     to_write,
 )
 from fullshard.checkpoint.fit import check_copies
@@ -43,7 +41,7 @@ from fullshard.checkpoint.folder import Draft, Folder, new_tag
 from fullshard.checkpoint.manifest import FileEntry, FilePiece, Manifest, TensorEntry, readable
 from fullshard.checkpoint.opening import Location, folder_at
 from fullshard.checkpoint.peers import Peers, said
-from fullshard.checkpoint.values import encoded, module_states
+from fullshard.checkpoint.values import encoded
 from fullshard.checkpoint.write import ToWrite, WrittenFiles, write_files
 from fullshard.engine.checks.optimizers import known, num_updates
 from fullshard.engine.unit import comms_of
@@ -51,7 +49,8 @@ from fullshard.errors import CheckpointError, FullshardError
 from fullshard.peers.paths import by_text
 from fullshard.plan.boxes import tiling_fault
 from fullshard.process_hooks import at_exit, collector_waits, start_thread
-from fullshard.state.structure import Structure
+from fullshard.state.holdings import is_ddp
+from fullshard.state.structure import Structure, structure_of
 from fullshard.versions import VERSION
 
 
@@ -103,21 +102,12 @@ class Moments(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Captured:
-    """What one rank alone brings to a save.
-
-    values: of the manifest.
-    """
+    """What one rank alone brings to a save."""
 
     request: SaveRequest
     target: Folder
     content: LocalContent
-    values: Mapping[str, Any]
     moments: Moments
-
-    def staged(self, stage: Stage) -> Callable[[], "Captured"]:
-        """Copy what it refers to; return what puts the same together over the copies, later."""
-        over_copies = self.content.staged(stage)
-        return lambda: dataclasses.replace(self, content=over_copies())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,17 +119,12 @@ class SaveJob:
     items: Sequence[ToWrite]
     tensors: Mapping[str, dict[str, Any]]
     content: Content
-    values: Mapping[str, Any]
 
     def staged(self, stage: Stage) -> "SaveJob":
         """Return the same over copies, which training does not change."""
         copies = stage([item.view for item in self.items])
         items = [item._replace(view=copy) for item, copy in zip(self.items, copies, strict=True)]
         return dataclasses.replace(self, items=items)
-
-    def warning(self, peers: Peers) -> str:
-        """Return what to tell this rank's user; "" if nothing."""
-        return self.content.warning if peers.rank == 0 else ""
 
     def saved(self, nbytes: int, *, begun: float, stall_seconds: float) -> SavedCheckpoint:
         """Return what users are told of it. begun: when, by ``time.perf_counter``."""
@@ -160,18 +145,22 @@ def capture(request: SaveRequest) -> Captured:
     for name, given in (("metadata", request.metadata), ("extra", request.extra)):
         if not isinstance(given, Mapping):
             raise CheckpointError(f"{name} is {given!r:.80}: give a dict.")
-    values = {
-        "step": encoded(request.step, "step", _refuse),
-        "metadata": _encoded_metadata(request.metadata),
-    }
-    structures, optimizers = structures_of(request.model), named(request.optimizer, "optimizer")
-    content = content_of(structures, optimizers).with_extras(
-        request.extra,
-        module_states(structures),
-        rng=request.rng,
-        compares=compares(request.model),
-    )
-    return Captured(request, target, content, values, _moments(structures, optimizers))
+    metadata, fault = _tried_encoding(request.metadata)
+    if isinstance(fault, FullshardError):
+        raise fault
+    if fault is not None:  # of arrays of other kinds, or what contains itself
+        raise CheckpointError(
+            f"metadata cannot be saved: {said(fault)}. Give numbers, strings, and lists and dicts of them."
+        ) from fault
+    models = named(request.model, "model")
+    structures = {section: structure_of(model) for section, model in models.items()}
+    optimizers = named(request.optimizer, "optimizer")
+    content = content_of(structures, optimizers, request.extra, rng=request.rng)
+    # Reading all values takes as long as copying them. DistributedDataParallel keeps them equal.
+    every = request.model.values() if isinstance(request.model, Mapping) else [request.model]
+    values = {"step": encoded(request.step, "step", _refuse), "metadata": metadata}
+    content = dataclasses.replace(content, compares=not all(map(is_ddp, every)), given=values)
+    return Captured(request, target, content, _moments(structures, optimizers))
 
 
 def _moments(
@@ -225,15 +214,17 @@ def _check_same(seen: Mapping[int, tuple[int, str]]) -> None:
 
 def alike_in(request: SaveRequest) -> dict[str, Any]:
     """Return what all ranks have to ask for alike, as it is now: the program may change its dicts."""
+    extra: object = request.extra  # refused later if it is no dict
     return {
         "path": str(request.path),
         "step": request.step,
-        "metadata": _comparable(request.metadata),
+        # None for what cannot be saved, which is raised with what else the ranks find.
+        "metadata": _tried_encoding(request.metadata)[0],
         "overwrite": request.overwrite,
         "rng": request.rng,
         "model": section_names(request.model, "model"),
         "optimizer": section_names(request.optimizer, "optimizer"),
-        "extra": _keys(request.extra),
+        "extra": sorted(extra, key=str) if isinstance(extra, Mapping) else extra,
     }
 
 
@@ -261,34 +252,15 @@ def decide(alike: Mapping[str, Any], captured: Callable[[], Captured], peers: Pe
         }
         for holding in content.holdings
     }
-    return SaveJob(
-        own.request, own.target, to_write(content.holdings), tensors, content, own.values
-    )
+    return SaveJob(own.request, own.target, to_write(content.holdings), tensors, content)
 
 
-def _encoded_metadata(metadata: Mapping[str, Any]) -> Any:
+def _tried_encoding(metadata: Mapping[str, Any]) -> tuple[Any, Exception | None]:
+    """Return metadata as a manifest has it, or why it cannot."""
     try:
-        return encoded(dict(metadata), "metadata", _refuse)
-    except FullshardError:
-        raise
-    except Exception as error:  # of arrays of other kinds, or what contains itself
-        raise CheckpointError(
-            f"metadata cannot be saved: {type(error).__name__}: {error}. Give numbers, strings, and lists "
-            "and dicts of them."
-        ) from error
-
-
-def _keys(extra: Any) -> Any:
-    """Return the keys of the extra state in one order; itself if it is none, which is refused later."""
-    return sorted(extra, key=str) if isinstance(extra, Mapping) else extra
-
-
-def _comparable(metadata: Mapping[str, Any]) -> Any:
-    """Return what ranks have alike that gave the same metadata; None for what cannot be saved."""
-    try:
-        return encoded(dict(metadata), "metadata", _refuse)
-    except Exception:  # which is raised with what else the ranks find
-        return None
+        return encoded(dict(metadata), "metadata", _refuse), None
+    except Exception as error:
+        return None, error
 
 
 def _refuse(name: str, _: torch.Tensor) -> None:
@@ -343,7 +315,6 @@ def _commit(
             own_values.setdefault(key, {})[str(rank)] = tree
     values = {
         **facts_of_today(num_ranks),
-        **job.values,
         **job.content.values,
         "extra_by_rank": own_values,
     }
@@ -409,7 +380,7 @@ def manifest_of(
                 "ranks of the mesh, and one copy of the model in the job."
             )
         entries[name] = TensorEntry(
-            fact["shape"], fact["dtype"], own_pieces, fact["aliases"], fact["placement"]
+            fact["shape"], fact["dtype"], fact["aliases"], fact["placement"], own_pieces
         )
     return Manifest(tuple(files), entries, values)
 
@@ -482,7 +453,7 @@ class PendingSave:
                 self._peers.gathered(None)
                 job = decided()
                 nbytes = execute(job, self._peers)
-            self._warning = job.warning(self._peers)
+            self._warning = job.content.warning
             self._saved = job.saved(nbytes, begun=self._begun, stall_seconds=self.stall_seconds)
         except FullshardError as error:
             self._error = error
@@ -624,8 +595,8 @@ def save_now(request: SaveRequest) -> SavedCheckpoint:
         job = decide(alike_in(request), lambda: capture(request), peers)
         nbytes = execute(job, peers)
     saved = job.saved(nbytes, begun=begun, stall_seconds=time.perf_counter() - begun)
-    if warning := job.warning(peers):  # last: it may be an error, and peers would wait
-        warnings.warn(warning, stacklevel=3)
+    if job.content.warning:  # last: it may be an error, and peers would wait
+        warnings.warn(job.content.warning, stacklevel=3)
     return saved
 
 
@@ -648,7 +619,9 @@ def _decided_later(request: SaveRequest, peers: Peers) -> Callable[[], SaveJob]:
     try:
         captured = capture(request)
         knows = peers.size == 1 or captured.content.is_mostly_numbered
-        own = captured.staged(staging.copies if knows else list)
+        if knows:
+            content = captured.content.staged(staging.copies)
+            captured = dataclasses.replace(captured, content=content)
     except Exception as error:
         fault = error
         if not isinstance(error, FullshardError):  # of a state_dict() of the user's, say
@@ -657,9 +630,9 @@ def _decided_later(request: SaveRequest, peers: Peers) -> Callable[[], SaveJob]:
         failed = _raising(fault)
         return lambda: decide(alike, failed, peers)
     if knows:
-        return lambda: decide(alike, own, peers)
+        return lambda: decide(alike, lambda: captured, peers)
     try:
-        job = decide(alike, own, peers).staged(staging.copies)
+        job = decide(alike, lambda: captured, peers).staged(staging.copies)
     except Exception as error:  # raised where the other ranks raise it
         return _raising(error)
     return lambda: job

@@ -115,10 +115,9 @@ def _encoded(value: Any, name: str, keep: Callable[[str, Any], str]) -> Any:
     if numpy is not None and isinstance(value, numpy.generic):
         return _encoded(value.item(), name, keep)
     if numpy is not None and type(value) is numpy.ndarray:
-        tensor_name = _encoded_tensor(
-            torch.from_numpy(value.copy()).reshape(value.shape), name, keep
-        )
-        return {"$array": tensor_name.get("$tensor"), **_without(tensor_name, "$tensor")}
+        tensor = torch.from_numpy(value.copy()).reshape(value.shape)
+        fields = _encoded_tensor(tensor, name, keep)
+        return {"$array": fields.pop("$tensor", None), **fields}
     raise CheckpointError(
         f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint does not "
         "hold. Give numbers, strings, tensors, lists, tuples or dicts of them, or an object with "
@@ -228,10 +227,6 @@ def _encoded_tensor(
 def _scalar(content: Any, dtype: str) -> torch.Tensor:
     number = float(content["$float"]) if isinstance(content, dict) else content
     return torch.tensor(number, dtype=DTYPES[dtype], device="cpu")
-
-
-def _without(fields: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: each for name, each in fields.items() if name != key}
 
 
 # What modules keep beside parameters and buffers: `torch.nn.Module.get_extra_state`

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.checkpoint.opening import Location
-from fullshard.checkpoint.read import Reader, SavedState, SavedTensor, Wanted
+from fullshard.checkpoint.read import Reader, SavedState, Wanted
 from fullshard.errors import CheckpointError
 from fullshard.offline.opening import Progress, open_state
 from fullshard.plan.boxes import Box, in_rows, whole_box

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.folder import new_tag
-from fullshard.checkpoint.manifest import readable
+from fullshard.checkpoint.manifest import SavedTensor, readable
 from fullshard.checkpoint.opening import Location, folder_at
-from fullshard.checkpoint.read import SavedState, SavedTensor, Wanted
+from fullshard.checkpoint.read import SavedState, Wanted
 from fullshard.checkpoint.save import SavedCheckpoint, check_sizes, facts_of_today, manifest_of
 from fullshard.checkpoint.values import MODULE_STATES
 from fullshard.checkpoint.write import ToWrite, WrittenFiles, write_files
