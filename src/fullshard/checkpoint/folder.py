@@ -260,7 +260,7 @@ def writer_in(text: bytes) -> dict[str, Any]:
     return who if isinstance(who, dict) else {}
 
 
-def written_by(who: Mapping[str, Any], target: object) -> CheckpointError:
+def error_of_other_writer(target: object, who: Mapping[str, Any]) -> CheckpointError:
     """Return the error of a save to where another one is being written."""
     return CheckpointError(
         f"{target}: another job is writing it (process {who.get('pid', 'unknown')} on "
@@ -268,7 +268,7 @@ def written_by(who: Mapping[str, Any], target: object) -> CheckpointError:
     )
 
 
-def is_taken(target: object) -> CheckpointError:
+def error_of_taken(target: object) -> CheckpointError:
     """Return the error of a save to where a checkpoint is that may not be replaced."""
     return CheckpointError(
         f"{target}: already holds a checkpoint. Save under another name, or pass overwrite=True to "
@@ -276,11 +276,11 @@ def is_taken(target: object) -> CheckpointError:
     )
 
 
-def is_silent(look: Callable[[], Any], *, seconds: float | None = None) -> bool:
-    """Whether what a function sees stays the same for a while; for three beats of a heart by default."""
+def is_silent(look: Callable[[], Any]) -> bool:
+    """Whether what a function sees stays the same for three beats."""
     before = look()
     for _ in range(6):
-        time.sleep((3 * BEAT_S if seconds is None else seconds) / 6)
+        time.sleep(3 * BEAT_S / 6)
         if look() != before:
             return False
     return True

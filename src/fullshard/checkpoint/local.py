@@ -29,12 +29,12 @@ from fullshard.checkpoint.folder import (
     Folder,
     Heartbeat,
     NewFile,
+    error_of_other_writer,
+    error_of_taken,
     is_silent,
-    is_taken,
     new_tag,
     tag_of,
     writer_in,
-    written_by,
 )
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.errors import CheckpointError, DamagedCheckpointError
@@ -315,7 +315,7 @@ class LocalDraft(Draft):
             )
         if (self.target / MANIFEST).is_file():
             if not self.overwrite:
-                raise is_taken(self.target)
+                raise error_of_taken(self.target)
             return True
         if self.target.is_symlink() or (self.target.exists() and not self.target.is_dir()):
             raise CheckpointError(f"{self.target}: is a file or a link. Name another path.")
@@ -331,7 +331,7 @@ class LocalDraft(Draft):
             if not (other / _WRITER).exists() and others_in(other, self.is_ours):
                 continue  # no save's
             if _is_being_written(other, may_wait=True):
-                raise written_by(_writer_of(other), self.target)
+                raise error_of_other_writer(self.target, _writer_of(other))
             _discard_partial(other, self.is_ours)
 
 

@@ -159,7 +159,7 @@ class CheckpointManager:
     keep_last: how many of the newest stay; None for all. keep_every: those of steps that this divides stay as well.
     in_background: save with `async_save_checkpoint`.
     signals: on these, `step` saves once more and sets ``stopping``. () for none. Python hears them in the main
-    thread alone: made in another one, a manager works without, and says so. Processes that this one forks have theirs back.
+    thread alone: made in another one, a manager works without, and says so. Forks of this process have theirs back.
     extra: each save takes what the dict has then. Objects in it are loaded by `resume`; other values are
     returned by `load_latest`.
 

@@ -31,12 +31,12 @@ from fullshard.checkpoint.folder import (
     Folder,
     Heartbeat,
     NewFile,
+    error_of_other_writer,
+    error_of_taken,
     is_silent,
-    is_taken,
     new_tag,
     tag_of,
     writer_in,
-    written_by,
 )
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError
@@ -388,7 +388,7 @@ class ObjectDraft(Draft):
         names = [_base(each) for each in self._target.entries()]
         if MANIFEST in names:
             if not self._overwrite:
-                raise is_taken(self._target)
+                raise error_of_taken(self._target)
             return self._target.read_small(MANIFEST)
         if others := [name for name in names if not _is_ours(name)]:
             raise CheckpointError(
@@ -404,7 +404,7 @@ class ObjectDraft(Draft):
             if who is None:  # it has ended
                 continue
             if not is_silent(functools.partial(self._content, writer)):
-                raise written_by(writer_in(who), self._target)
+                raise error_of_other_writer(self._target, writer_in(who))
             # It may have died, or lost its mark alone, once its manifest was there.
             complete = (self._content(MANIFEST) or b"").decode(errors="replace")
             names = [name for name in self._target.files_here() if tag_of(name) == tag]

@@ -46,9 +46,10 @@ class AgreedState(NamedTuple):
 class LocalState:
     """What this rank alone knows of an optimizer's state.
 
-    units: each unit, and the names of its parameters. reports: the state of each unit, as ranks compare it. of_units, of_others: tensors of units' parameters
-    and of others, in the optimizer's memory, without what other ranks are known to write. scalars: of others.
-    Scalars and options are copies.
+    units: each unit, and the names of its parameters. reports: the state of each unit, as ranks compare it.
+    of_units, of_others: tensors of units' parameters and of others, in the optimizer's memory, without what other
+    ranks are known to write. scalars: of others. groups: the options of each, with the names of its parameters.
+    kind: the optimizer's class, see `kind_of`. Scalars and options are copies.
     """
 
     units: Sequence[tuple[Unit, Mapping[int, str]]]

@@ -58,7 +58,8 @@ from fullshard.versions import VERSION
 class SavedCheckpoint:
     """A checkpoint that is complete and stored for good.
 
-    path: of its folder; a string if it is a URL. nbytes: of all ranks' files. seconds: from the call on. stall_seconds: how long the program waited.
+    path: of its folder; a string if it is a URL. nbytes: of all ranks' files. seconds: from the call on.
+    stall_seconds: how long the program waited.
     """
 
     path: Path | str
