@@ -3,16 +3,19 @@
 from fullshard.batches.ending import JoinedBatches, join
 from fullshard.batches.order import ResumableOrder
 from fullshard.batches.weighting import weighted_loss
-from fullshard.checkpoint.background import PendingSave
-from fullshard.checkpoint.loading import LoadedCheckpoint, load_checkpoint
+from fullshard.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from fullshard.checkpoint.manager import (
     Checkpoint,
     CheckpointManager,
     latest_checkpoint,
     prune_checkpoints,
 )
-from fullshard.checkpoint.saving import async_save_checkpoint, save_checkpoint
-from fullshard.checkpoint.stages import SavedCheckpoint
+from fullshard.checkpoint.save import (
+    PendingSave,
+    SavedCheckpoint,
+    async_save_checkpoint,
+    save_checkpoint,
+)
 from fullshard.comm.collectives import (
     AllGather,
     DefaultAllGather,

@@ -25,9 +25,10 @@ from torch import nn
 
 import fullshard
 from fullshard.checkpoint import folder as folder_module
-from fullshard.checkpoint import local_folder, object_folder
-from fullshard.checkpoint.local_folder import LocalDraft, LocalFolder
-from fullshard.checkpoint.manager import checkpoints_in, prune_checkpoints
+from fullshard.checkpoint import local, objects
+from fullshard.checkpoint.folder import Folder
+from fullshard.checkpoint.local import LocalDraft, LocalFolder
+from fullshard.checkpoint.manager import checkpoints_in, prune_checkpoints, retained
 from fullshard.checkpoint.opening import folder_at
 from fullshard.errors import CheckpointError
 from tests.fresh import in_warm_forks
@@ -117,7 +118,7 @@ def test_what_a_user_keeps_beside_checkpoints_stays(place: Place) -> None:
         with _manager(place, model, keep_last=1) as manager:
             manager.load_latest()
             if steps == (1, 2):
-                manager._course.clear()
+                manager._own_steps.clear()
             for step in steps:
                 manager.step(step)
         prune_checkpoints(place.url, keep_last=1)
@@ -164,6 +165,50 @@ def test_a_folder_with_files_of_others_is_no_target(
     with pytest.raises(CheckpointError, match=name.partition("/")[0]):
         fullshard.save_checkpoint(f"{place.url}/a", nn.Linear(2, 2), overwrite=overwrite)
     assert place.names() == {f"a/{name}"}
+
+
+# Which checkpoints stay
+
+
+@pytest.mark.parametrize(
+    ("damaged", "keep_last", "keep_every", "kept"),
+    [
+        ({}, 2, None, {5, 6}),
+        ({}, 9, None, {1, 2, 3, 4, 5, 6}),
+        ({5}, 2, 3, {3, 4, 5, 6}),
+        ({6, 5}, 1, None, {4, 5, 6}),
+        ({1}, 5, None, {2, 3, 4, 5, 6}),
+    ],
+)
+def test_the_newest_sound_ones_stay(
+    damaged: set[int], keep_last: int, keep_every: int | None, kept: set[int]
+) -> None:
+    steps = [3, 1, 2, 6, 5, 4]
+    found = retained(
+        steps, lambda step: step not in damaged, keep_last=keep_last, keep_every=keep_every
+    )
+    assert found == kept
+
+
+def test_a_manager_reads_each_manifest_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    real = Folder.read_small
+
+    def counting(self: Folder, name: str) -> bytes:
+        read.append(f"{self.name}/{name}")
+        return real(self, name)
+
+    monkeypatch.setattr(Folder, "read_small", counting)
+    with _manager(place, nn.Linear(2, 2), keep_last=3) as manager:
+        for step in range(1, 6):
+            manager.step(step)
+        assert read
+        assert len({*read}) == len(read)
+        victim = place.shards("step-00000004").pop()
+        place.files.rm_file(f"{place.root}/{victim}")
+        with pytest.warns(UserWarning, match="00004 is damaged"):
+            manager.step(6)
+    assert [each.step for each in checkpoints_in(place.url)] == [3, 4, 5, 6]
 
 
 # What is ours
@@ -227,7 +272,7 @@ def test_no_clean_up_at_any_moment_removes_a_save(
         for name in ("rename", "unlink", "rmdir", "mkdir"):
             patch.setattr(Path, name, cleaning(name, getattr(Path, name)))
         for name in ("sync_folder", "write_durably"):
-            patch.setattr(local_folder, name, cleaning(name, getattr(local_folder, name)))
+            patch.setattr(local, name, cleaning(name, getattr(local, name)))
         fullshard.save_checkpoint(tmp_path / "runs" / "a", first)
         fullshard.save_checkpoint(tmp_path / "a", first)
         fullshard.save_checkpoint(tmp_path / "a", second, overwrite=True)
@@ -260,7 +305,7 @@ def test_a_save_that_completes_while_it_is_watched_is_whole(
     def save() -> None:
         fullshard.save_checkpoint(f"{place.url}/a", model)
 
-    real = {kind: kind.complete for kind in (LocalDraft, object_folder._ObjectDraft)}
+    real = {kind: kind.complete for kind in (LocalDraft, objects.ObjectDraft)}
 
     def complete(self: Any, *args: Any) -> None:
         drafts.append(self)
@@ -275,8 +320,8 @@ def test_a_save_that_completes_while_it_is_watched_is_whole(
     while not drafts:
         time.sleep(0.01)
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
-    monkeypatch.setattr(local_folder, "is_silent", completing)
-    monkeypatch.setattr(object_folder, "is_silent", completing)
+    monkeypatch.setattr(local, "is_silent", completing)
+    monkeypatch.setattr(objects, "is_silent", completing)
     with pytest.raises(CheckpointError, match=r"already holds|another job"):
         fullshard.save_checkpoint(f"{place.url}/a", nn.Linear(2, 2))
     fullshard.load_checkpoint(f"{place.url}/a", found)
@@ -289,7 +334,7 @@ def test_a_save_that_was_taken_for_dead_and_completes_is_whole(
 ) -> None:
     """What is decided by what was seen holds no longer once the folder has its name, or its manifest."""
     model, found = nn.Linear(2, 2), nn.Linear(2, 2)
-    real = {kind: kind.complete for kind in (LocalDraft, object_folder._ObjectDraft)}
+    real = {kind: kind.complete for kind in (LocalDraft, objects.ObjectDraft)}
     given: list[Any] = []
     for kind in real:
         monkeypatch.setattr(kind, "complete", lambda *args: given.append(args))
@@ -303,8 +348,8 @@ def test_a_save_that_was_taken_for_dead_and_completes_is_whole(
             real[type(draft)](draft, *rest)
         return True
 
-    monkeypatch.setattr(local_folder, "is_silent", silent)
-    monkeypatch.setattr(object_folder, "is_silent", silent)
+    monkeypatch.setattr(local, "is_silent", silent)
+    monkeypatch.setattr(objects, "is_silent", silent)
     with contextlib.suppress(CheckpointError):
         _draft(place, "a").give_up()
     fullshard.load_checkpoint(f"{place.url}/a", found)
@@ -331,7 +376,7 @@ def test_of_two_jobs_that_complete_at_once_one_does(
     target = Path(place.root) / "a"
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", between(MemoryFileSystem.pipe_file))
     monkeypatch.setattr(Path, "rename", between(Path.rename))
-    real = {kind: kind.complete for kind in (LocalDraft, object_folder._ObjectDraft)}
+    real = {kind: kind.complete for kind in (LocalDraft, objects.ObjectDraft)}
     with monkeypatch.context() as patch:
         for kind in real:
             patch.setattr(
@@ -339,7 +384,7 @@ def test_of_two_jobs_that_complete_at_once_one_does(
                 "complete",
                 lambda self, *args: others.append(functools.partial(real[type(self)], self, *args)),
             )
-        patch.setattr(local_folder, "_is_being_written", lambda *_, **__: True)
+        patch.setattr(local, "_is_being_written", lambda *_, **__: True)
         fullshard.save_checkpoint(f"{place.url}/a", sooner, rng=False)
     for kind in real:  # neither sees that the other one is writing
         monkeypatch.setattr(kind, "_refuse_other_writer", lambda _: None)
@@ -356,7 +401,7 @@ def _dead(folder: Path) -> Path:
     """Leave what a save that was killed on this host does."""
     in_warm_forks(
         "import os\nfrom pathlib import Path\n"
-        "from fullshard.checkpoint.local_folder import LocalDraft\n"
+        "from fullshard.checkpoint.local import LocalDraft\n"
         f"LocalDraft(Path({str(folder / 'a')!r}), '0123abcd', overwrite=False)\nos._exit(1)"
     )
     return folder / "a.partial-0123abcd"
@@ -391,7 +436,7 @@ def test_locks_of_other_filesystems_tell_too(
 def test_a_save_whose_fork_outlives_it_is_dead(tmp_path: Path) -> None:
     (ended,) = in_warm_forks(
         "import os, time\nfrom pathlib import Path\n"
-        "from fullshard.checkpoint.local_folder import LocalDraft\n"
+        "from fullshard.checkpoint.local import LocalDraft\n"
         f"LocalDraft(Path({str(tmp_path / 'a')!r}), '0123abcd', overwrite=False)\n"
         "if (child := os.fork()) == 0:\n"
         "    os.closerange(0, 3)\n    time.sleep(60)\n    os._exit(0)\n"
@@ -409,17 +454,17 @@ def test_a_beat_that_fails_is_not_the_last(
 ) -> None:
     monkeypatch.setattr(folder_module, "BEAT_S", 0.01)
     draft = _draft(place, "a")
-    kind, beats = type(draft), []
-    real, done = kind._beat, threading.Event()
+    beats: list[bytes] = []
+    real, done = draft._heart._write, threading.Event()
 
-    def failing(self: Any, count: int) -> None:
-        beats.append(count)
+    def failing(text: bytes) -> None:
+        beats.append(text)
         if len(beats) < 3:
             raise OSError(errno.EIO, "Input/output error")
-        real(self, count)
+        real(text)
         done.set()
 
-    draft._heart._beat = functools.partial(failing, draft)
+    draft._heart._write = failing
     assert done.wait(10)
     assert "Input/output error" in caplog.text
     draft.give_up()
@@ -428,14 +473,14 @@ def test_a_beat_that_fails_is_not_the_last(
 def test_a_disk_that_fails_after_the_last_step_has_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync = local_folder.sync_folder
+    sync = local.sync_folder
 
     def failing(folder: Path) -> None:
         if (tmp_path / "a").exists():
             raise OSError(errno.EIO, "Input/output error")
         sync(folder)
 
-    monkeypatch.setattr(local_folder, "sync_folder", failing)
+    monkeypatch.setattr(local, "sync_folder", failing)
     model, found = nn.Linear(2, 2), nn.Linear(2, 2)
     with pytest.warns(UserWarning, match="is complete, but.*Input/output error"):
         fullshard.save_checkpoint(tmp_path / "a", model)

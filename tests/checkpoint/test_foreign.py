@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fullshard
-from fullshard.checkpoint.dcp_files import DcpFiles
+from fullshard.checkpoint.dcp import DcpFiles
 from fullshard.checkpoint.opening import folder_at
 from fullshard.errors import CheckpointError
 from tests.api import TORCH, Api, use_api

@@ -23,7 +23,7 @@ from torch import nn
 import fullshard
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.checkpoint.opening import folder_at
-from fullshard.checkpoint.reading import Reader
+from fullshard.checkpoint.read import Reader
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.state.host_memory import checksum
 from fullshard.tools.checkpoint_commands import inspect

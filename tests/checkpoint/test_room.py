@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.checkpoint import background, room, saving
+from fullshard.checkpoint import fit, save
 from fullshard.engine.checks import meta as checks
 from fullshard.errors import AllocationError, CheckpointError
 from fullshard.host import Pool
@@ -37,8 +37,8 @@ def _memory(free: int, *, resident: int = 0, swap: int = 0, hosts: int = 1) -> I
     logger.addHandler(handler)
     pools = {str(rank() % hosts): Pool("this host", free, swap)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "memory_pools", lambda: pools)
-        patch.setattr(room, "resident_nbytes", lambda: resident)
+        patch.setattr(fit, "memory_pools", lambda: pools)
+        patch.setattr(fit, "resident_nbytes", lambda: resident)
         yield said
     logger.removeHandler(handler)
 
@@ -155,8 +155,7 @@ def test_a_construction_that_gets_its_memory_is_checked_before_it(api: Api) -> N
 def test_copies_for_a_save_in_the_background_are_checked(api: Api, tmp_path: Path) -> None:
     model = _model(api)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(background, "staging", background.Staging())
-        patch.setattr(saving, "staging", background.staging)
+        patch.setattr(save, "staging", save.Staging())
         with _memory(SHARD // 2):
             pending = api.async_save_checkpoint(tmp_path / "saved", model)
             with pytest.raises(CheckpointError, match=r"copies of \d MiB, .* Use save_checkpoint"):

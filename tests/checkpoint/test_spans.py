@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.checkpoint.spans import Limits, Wanted, parts_to_read, read_shared, span
+from fullshard.checkpoint.read import Limits, Wanted, parts_to_read, read_shared, span
 from fullshard.plan.boxes import Box, common, tiling_fault, whole_box
 from fullshard.state.host_memory import bytes_of
 

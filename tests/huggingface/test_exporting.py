@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fullshard
-from fullshard.checkpoint.local_folder import _NewLocalFile
+from fullshard.checkpoint.local import _NewLocalFile
 from fullshard.errors import CheckpointError
 from fullshard.huggingface import exporting, sources
 from tests.api import Api

@@ -6,16 +6,19 @@ files through it: reading and writing them, giving a checkpoint its name, removi
     runs/a/step-100            LocalFolder: complete once it has its name
     s3://bucket/a/step-100     ObjectFolder: complete once it has its manifest
 
-`locations.folder_at` makes one of a path or a URL.
+`opening.folder_at` makes one of a path or a URL.
 """
 
 import abc
+import json
 import logging
+import os
 import re
 import secrets
+import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +33,10 @@ SHARD_SUFFIX = ".safetensors"
 TAG = "[0-9a-f]{8}"
 _SHARD = re.compile(rf"shard-\d{{5,}}-\d+\.({TAG})\.safetensors")
 
-# A save shows that it is alive this often, and is taken for dead after three silent beats.
+# A save shows that it is alive this often, and is presumed dead after three missed beats.
 BEAT_S = 10.0
+# What nobody has changed for so long is left over, where there is no time to watch it.
+LEFT_AFTER_S = 3600.0
 
 # A manifest has about 20 bytes for each MiB of tensors, and 150 for each piece of one.
 _MOST_SMALL_NBYTES = 4 << 30
@@ -91,6 +96,13 @@ class Draft(abc.ABC):
 
     folder: where all ranks write their files. Making one fails where another job is writing the same
     checkpoint, or one is there already and may not be replaced.
+
+    [Note: When a checkpoint becomes visible] All files and the manifest are stored by then, one call makes them the
+    checkpoint, and what follows it only tidies up:
+
+        on a disk, a new one      its folder gets its name         LocalDraft.complete
+        on a disk, replacing      the manifest is renamed          LocalDraft._replace
+        in a store                the manifest is written          ObjectDraft._put
     """
 
     folder: "Folder"
@@ -204,11 +216,19 @@ class Folder(abc.ABC):
         return str(self.location)
 
 
-class Heartbeat:
-    """Calls a function every few seconds, in a thread of its own, until it is stopped."""
+# Who is writing a checkpoint, and whether it still does
 
-    def __init__(self, beat: Callable[[int], object]) -> None:
-        self._beat = beat
+
+class Heartbeat:
+    """Tells who writes a checkpoint, now and every few seconds, in a thread of its own, until it is stopped.
+
+    write: puts such a text where others see it; the first time it may raise.
+    """
+
+    def __init__(self, write: Callable[[bytes], object]) -> None:
+        self._write = write
+        self._who = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
+        self._beat(0)
         self._stopped = threading.Event()
         self._thread = start_thread(
             self._run, name="fullshard-alive", why="shows others that a save goes on"
@@ -217,6 +237,9 @@ class Heartbeat:
     def stop(self) -> None:
         self._stopped.set()
         self._thread.join()
+
+    def _beat(self, count: int) -> None:
+        self._write(json.dumps({**self._who, "beat": count}).encode())
 
     def _run(self) -> None:
         count = 0
@@ -228,11 +251,36 @@ class Heartbeat:
                 logger.warning("a save could not show that it is alive: %s", error)
 
 
-def is_silent(look: Callable[[], Any], *, seconds: float | None = None) -> bool:
-    """Whether what a function sees stays the same for a while; for three beats of a heart by default."""
+def writer_in(text: bytes) -> dict[str, Any]:
+    """Return what a heartbeat has written: host, pid, since, beat. Empty for anything else."""
+    try:
+        who = json.loads(text)
+    except ValueError:
+        return {}
+    return who if isinstance(who, dict) else {}
+
+
+def error_of_other_writer(target: object, who: Mapping[str, Any]) -> CheckpointError:
+    """Return the error of a save to where another one is being written."""
+    return CheckpointError(
+        f"{target}: another job is writing it (process {who.get('pid', 'unknown')} on "
+        f"{who.get('host', 'an unknown host')}). Give each job a path or a URL of its own."
+    )
+
+
+def error_of_taken(target: object) -> CheckpointError:
+    """Return the error of a save to where a checkpoint is that may not be replaced."""
+    return CheckpointError(
+        f"{target}: already holds a checkpoint. Save under another name, or pass overwrite=True to "
+        "replace it."
+    )
+
+
+def is_silent(look: Callable[[], Any]) -> bool:
+    """Whether what a function sees stays the same for three beats."""
     before = look()
     for _ in range(6):
-        time.sleep((3 * BEAT_S if seconds is None else seconds) / 6)
+        time.sleep(3 * BEAT_S / 6)
         if look() != before:
             return False
     return True

@@ -8,28 +8,24 @@ that the model has.
 """
 
 import abc
-import dataclasses
 import io
 import itertools
-import math
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fullshard.checkpoint.manifest import DTYPE_NAMES
-from fullshard.checkpoint.module_states import MODULE_STATES, STATE_NAME
-from fullshard.checkpoint.saved_state import Names, SavedState, naming_malformed
-from fullshard.checkpoint.spans import Wanted
-from fullshard.checkpoint.values import MOST_LEVELS, encoded
+from fullshard.checkpoint.manifest import DTYPE_NAMES, SavedTensor
+from fullshard.checkpoint.read import Names, SavedState, Wanted, naming_malformed
+from fullshard.checkpoint.values import MODULE_STATES, MOST_LEVELS, STATE_NAME, encoded
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.plan.boxes import whole_box
-from fullshard.plan.layout import Shape
 from fullshard.plan.units import clean_name, without_compile
+from fullshard.state.host_memory import checksum
 
 # If several beginnings fit equally well, these come first.
 USUAL = ("model.", "", "state_dict.", "module.", "optim.", "optimizer.")
@@ -37,27 +33,6 @@ _LONGEST_KEY = 2000
 _SMALL_NBYTES = 1 << 20  # tensors of extra state that are read though nobody asks for them
 GROUPS = "param_groups"
 VALUES = "values/"  # the section of tensors that are values: step counters
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ForeignTensor:
-    """A tensor: its whole shape, its dtype, and in how many parts it lies in files."""
-
-    shape: Shape
-    dtype: torch.dtype
-    parts: int = 1
-
-    @property
-    def aliases(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def placement(self) -> str:
-        return f"in {self.parts} parts" if self.parts > 1 else ""
 
 
 def loaded_without_trust(source: Path | io.BytesIO, nbytes: int, where: str) -> Any:
@@ -153,7 +128,7 @@ class ForeignFiles(abc.ABC):
 
     location: Path | str
     digest: str
-    tensors: Mapping[str, ForeignTensor]
+    tensors: Mapping[str, SavedTensor]
     paths: Mapping[str, tuple[str | int, ...]]
 
     @abc.abstractmethod
@@ -174,7 +149,7 @@ class ForeignState(SavedState):
     def __init__(self, files: ForeignFiles) -> None:
         self.files = files
         self.location, self.digest = files.location, files.digest
-        self.tensors: dict[str, ForeignTensor] = {}
+        self.tensors: dict[str, SavedTensor] = {}
         self.values: dict[str, Any] = {}
         self._keys: dict[str, str] = {}  # of the files, by our names
         self._inside: dict[str, torch.Tensor] = {}  # tensors inside other values
@@ -267,11 +242,18 @@ class ForeignState(SavedState):
         beginning = self._best(Counter({b: len(own) for b, own in found.items()}), section)
         if beginning is None:
             return
-        number = _Numbers(parameters, self.location)
+
+        def name_of(key: str) -> str:
+            """Return a parameter's name, which may have been saved as its number in the optimizer."""
+            key = clean_key(key)
+            return (
+                key if key in known or not key.isdigit() else self._numbered(int(key), parameters)
+            )
+
         scalars: dict[str, dict[str, Any]] = {}
         for key, (numbered, state) in found[beginning].items():
             raw = left.pop(key)
-            name = number.name_of(numbered, known)
+            name = name_of(numbered)
             tensor = self.files.tensors.get(raw)
             full = f"{section}/{name}/{state}"
             if tensor is None:
@@ -281,15 +263,34 @@ class ForeignState(SavedState):
                 scalars.setdefault(name, {})[state] = {"$tensor": f"{VALUES}{full}"}
             else:
                 self._add(full, raw)
-        groups = self._groups(f"{beginning}{GROUPS}", known, number, left)
+        groups = self._groups(f"{beginning}{GROUPS}", known, name_of, left)
         self.values["optimizers"][section] = {
             "class": None,  # which others do not save
             "groups": _plain(groups, f"{section}/groups"),
             "scalars": scalars,
         }
 
+    def _numbered(self, number: int, parameters: Sequence[tuple[str, ...]]) -> str:
+        """Return the name of a parameter that was saved by its number among an optimizer's parameters."""
+        if number >= len(parameters):
+            raise CheckpointError(
+                f"{self.location}: has optimizer state of parameter number {number}, and this optimizer "
+                f"has {len(parameters)}. Give it the same parameters in the same order."
+            )
+        if len(parameters[number]) != 1:
+            raise CheckpointError(
+                f"{self.location}: has optimizer state by numbers of parameters, and number {number} is a "
+                f"flat parameter here. Wrap with use_orig_params=True, or save by names "
+                "(torch.distributed.checkpoint.state_dict.get_state_dict)."
+            )
+        return parameters[number][0]
+
     def _groups(
-        self, beginning: str, known: Collection[str], number: "_Numbers", left: dict[str, str]
+        self,
+        beginning: str,
+        known: Collection[str],
+        name_of: Callable[[str], str],
+        left: dict[str, str],
     ) -> list[dict[str, Any]]:
         """Return the options of groups: from one list, from its items, or from those of each parameter."""
         by_group: dict[str, dict[str, Any]] = {}
@@ -302,7 +303,7 @@ class ForeignState(SavedState):
         groups = []
         for name, options in by_group.items():
             own = options.pop("params", [name] if name in known else [])
-            own = [number.name_of(str(each), known) for each in own]
+            own = [name_of(str(each)) for each in own]
             groups.append({"params": own, "options": options})
         return groups
 
@@ -356,7 +357,7 @@ class ForeignState(SavedState):
         return value
 
     def _keep(self, name: str, value: torch.Tensor) -> None:
-        self.tensors[name] = ForeignTensor(tuple(value.shape), value.dtype)
+        self.tensors[name] = SavedTensor(tuple(value.shape), value.dtype)
         self._inside[name] = value.detach()
 
     def _add(self, name: str, key: str) -> None:
@@ -385,32 +386,6 @@ class ForeignState(SavedState):
             f"{self.location}: has the names of {section} under each of {', '.join(sorted(best))}. Load a "
             "file that has them once, or give several models by these keys."
         )
-
-
-class _Numbers:
-    """Names of parameters that were saved by their number among an optimizer's parameters."""
-
-    def __init__(self, parameters: Sequence[tuple[str, ...]], location: Path | str) -> None:
-        self._parameters, self._location = parameters, location
-
-    def name_of(self, saved: str, known: Collection[str]) -> str:
-        saved = clean_key(saved)
-        if saved in known or not saved.isdigit():
-            return saved
-        number = int(saved)
-        if number >= len(self._parameters):
-            raise CheckpointError(
-                f"{self._location}: has optimizer state of parameter number {number}, and this optimizer "
-                f"has {len(self._parameters)}. Give it the same parameters in the same order."
-            )
-        names = self._parameters[number]
-        if len(names) != 1:
-            raise CheckpointError(
-                f"{self._location}: has optimizer state by numbers of parameters, and number {number} is a "
-                f"flat parameter here. Wrap with use_orig_params=True, or save by names "
-                "(torch.distributed.checkpoint.state_dict.get_state_dict)."
-            )
-        return names[0]
 
 
 def _put(tree: dict[str | int, Any], path: Sequence[str | int], value: Any) -> None:
@@ -466,3 +441,83 @@ def _plain(value: Any, name: str) -> Any:
 
 def _refuse_tensor(name: str, value: torch.Tensor) -> None:
     raise CheckpointError(f"{name}: is a tensor of shape {tuple(value.shape)} inside a value.")
+
+
+# Files of ``torch.save`` that hold whole state dicts
+
+_ENDS_NBYTES = 1 << 20
+
+
+class TorchFile(ForeignFiles):
+    """One file. Tensors are mapped, so only what is used is read."""
+
+    tensors: dict[str, SavedTensor]
+    paths: dict[str, tuple[str | int, ...]]
+
+    def __init__(self, path: Path) -> None:
+        self.location = path
+        try:
+            nbytes = path.stat().st_size
+            content = loaded_without_trust(path, nbytes, str(path))
+            self.digest = _digest(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
+        if not isinstance(content, Mapping):
+            raise CheckpointError(
+                f"{path}: holds a {type(content).__name__}, not a state dict. Save a dict of tensors, such "
+                "as model.state_dict()."
+            )
+        self.tensors, self.paths = {}, {}
+        self._values: dict[str, Any] = {}
+        left = characters_of(nbytes)
+        for way, value in _leaves(content, ()):
+            key = ".".join(map(str, way))
+            check_path(f"{path}: {key}", way)
+            left -= len(key)
+            if left < 0:
+                raise CheckpointError(
+                    f"{path}: the keys of its values are longer than a file of its size holds."
+                )
+            if key in self.paths:
+                raise CheckpointError(
+                    f"{path}: has two values under keys that read {key!r}. Save it again with other keys."
+                )
+            self.paths[key] = way
+            self._values[key] = value
+            if is_plain_tensor(value):
+                self.tensors[key] = SavedTensor(tuple(value.shape), value.dtype)
+
+    def close(self) -> None:
+        self._values.clear()
+
+    def value_of(self, key: str) -> Any:
+        return self._values[key]
+
+    def read(self, wanted: Sequence[Wanted], progress: Callable[[int], object] | None) -> None:
+        for each in wanted:
+            whole = self._values[each.name].detach()
+            index = tuple(slice(start, start + size) for start, size in zip(*each.box, strict=True))
+            each.view.copy_(whole[index])
+            if progress is not None:
+                progress(each.view.numel() * each.view.itemsize)
+
+
+def _leaves(value: Any, way: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yield what is in nested dicts, and in lists of dicts, with its path."""
+    if isinstance(value, Mapping) and value:
+        for key, each in value.items():
+            yield from _leaves(each, (*way, key if isinstance(key, int) else str(key)))
+    elif isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+        for number, each in enumerate(value):
+            yield from _leaves(each, (*way, number))
+    else:
+        yield way, value
+
+
+def _digest(path: Path) -> str:
+    """Return what tells two files apart, without reading all: their size, first and last bytes."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        first = file.read(_ENDS_NBYTES)
+        file.seek(max(0, size - _ENDS_NBYTES))
+        return checksum(first + file.read() + str(size).encode())

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, cast
@@ -20,15 +20,20 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from fullshard.checkpoint.background import PendingSave, finish_background
+from fullshard.checkpoint.content import Models, Optimizers
 from fullshard.checkpoint.folder import Folder
-from fullshard.checkpoint.loading import LoadedCheckpoint, load_checkpoint
-from fullshard.checkpoint.local_content import Models, Optimizers
+from fullshard.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from fullshard.checkpoint.manifest import MANIFEST, loads
 from fullshard.checkpoint.opening import Location, folder_at
 from fullshard.checkpoint.peers import Peers
-from fullshard.checkpoint.saving import save_later, save_now
-from fullshard.checkpoint.stages import SavedCheckpoint, SaveRequest
+from fullshard.checkpoint.save import (
+    PendingSave,
+    SavedCheckpoint,
+    SaveRequest,
+    finish_background,
+    save_later,
+    save_now,
+)
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.process_hooks import AFTER_FORK, set_signal
 
@@ -36,6 +41,9 @@ LATEST = "latest"
 _CAN_BE_HEARD = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 # With a second number where an abandoned one has kept its name.
 _NAME = re.compile(r"step-(\d{1,18})(-\d+)?")
+
+
+Sizes = dict[str, dict[str, int]]  # of a checkpoint's files, by its location and their names
 
 
 class Checkpoint(NamedTuple):
@@ -60,8 +68,12 @@ def _complete_in(parent: Folder) -> list[tuple[int, Folder]]:
     return [(step, found) for step, found in _steps_in(parent) if _is_complete(found)]
 
 
+def _is_complete(folder: Folder) -> bool:
+    return folder.size_of(MANIFEST) is not None
+
+
 def _steps_in(parent: Folder) -> list[tuple[int, Folder]]:
-    """Return the complete checkpoints by their steps, and those that have lost their manifest."""
+    """Return the complete checkpoints by their steps, and those whose manifest is gone."""
     found = []
     for folder in parent.children():
         match = _NAME.fullmatch(folder.name)
@@ -76,7 +88,7 @@ def latest_checkpoint(folder: Location) -> Checkpoint | None:
     Warns of damaged ones with more.
     """
     for step, found in reversed(_steps_in(folder_at(folder))):
-        fault = _fault_of(found)
+        fault = _fault_of(found, {})
         if not fault:
             return Checkpoint(step, found.location)
         warnings.warn(
@@ -87,20 +99,48 @@ def latest_checkpoint(folder: Location) -> Checkpoint | None:
     return None
 
 
-def _fault_of(folder: Folder) -> str:
+def _fault_of(folder: Folder, known: Sizes) -> str:
     """Say why a checkpoint cannot be loaded; "" if its manifest is undamaged and files are of their sizes.
 
-    What is in the files is not read.
+    What is in the files is not read, and a manifest once: known has what it said.
     """
     try:
-        manifest = loads(folder.read_small(MANIFEST), f"{folder}/{MANIFEST}")
         sizes = folder.sizes()
+        wanted = known.get(str(folder), {})
+        if not wanted or not wanted.items() <= sizes.items():
+            manifest = loads(folder.read_small(MANIFEST), f"{folder}/{MANIFEST}")
+            wanted = {file.name: file.nbytes for file in manifest.files}
+            known[str(folder)] = {**wanted, MANIFEST: sizes.get(MANIFEST, 0)}
     except (CheckpointError, OSError) as error:
         return str(error)
-    for file in manifest.files:
-        if sizes.get(file.name) != file.nbytes:
-            return f"{folder}/{file.name}: has {sizes.get(file.name, 0)} bytes instead of {file.nbytes}."
+    for name, nbytes in wanted.items():
+        if sizes.get(name) != nbytes:
+            return f"{folder}/{name}: has {sizes.get(name, 0)} bytes instead of {nbytes}."
     return ""
+
+
+def retained(
+    steps: Sequence[int],
+    is_sound: Callable[[int], bool],
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+) -> set[int]:
+    """Return the steps whose checkpoints stay.
+
+        steps 1 to 6, of which 5 is damaged, keep_last 2, keep_every 3  ->  {3, 4, 5, 6}
+
+    These are the newest ``keep_last`` that are sound, damaged ones that are newer than those, and those that
+    ``keep_every`` divides. is_sound: is asked about as few as possible.
+    """
+    kept: set[int] = set()
+    num_sound = 0
+    for step in sorted(steps, reverse=True):
+        if num_sound == keep_last:
+            break
+        kept.add(step)
+        num_sound += is_sound(step)
+    return kept | {step for step in steps if keep_every and step % keep_every == 0}
 
 
 class CheckpointManager:
@@ -119,7 +159,7 @@ class CheckpointManager:
     keep_last: how many of the newest stay; None for all. keep_every: those of steps that this divides stay as well.
     in_background: save with `async_save_checkpoint`.
     signals: on these, `step` saves once more and sets ``stopping``. () for none. Python hears them in the main
-    thread alone: made in another one, a manager works without, and says so. Processes that this one forks have theirs back.
+    thread alone: made in another one, a manager works without, and says so. Forks of this process have theirs back.
     extra: each save takes what the dict has then. Objects in it are loaded by `resume`; other values are
     returned by `load_latest`.
 
@@ -169,7 +209,8 @@ class CheckpointManager:
         self._every_steps, self._every_minutes = every_steps, every_minutes
         self._keep_last, self._keep_every = keep_last, keep_every
         self._in_background = in_background
-        self._course: set[int] = set()  # the steps that were loaded or saved here
+        self._own_steps: set[int] = set()  # the steps that were loaded or saved here
+        self._known: Sizes = {}
         self._last_saved_at = time.monotonic()
         self._asked = self._closed = False
         self._unsaved: int | None = None  # the steps that are done, if no checkpoint is of them
@@ -219,7 +260,7 @@ class CheckpointManager:
                 loaded = load_checkpoint(
                     path, self._model, self._optimizer, extra=self._extra, allow=allow
                 )
-                self._course.add(step)
+                self._own_steps.add(step)
                 return loaded
             except DamagedCheckpointError as error:  # on every rank, if on one
                 if number + 1 == len(complete_ones):
@@ -268,7 +309,7 @@ class CheckpointManager:
 
         name, is_there = self._peers.of_first(prepare)
         target = self._folder.child(name)
-        self._course.add(step)
+        self._own_steps.add(step)
         request = SaveRequest(
             target.location,
             self._model,
@@ -392,7 +433,7 @@ class CheckpointManager:
         later = [
             found
             for number, found in _steps_in(self._folder)
-            if number > step or (number == step and step not in self._course)
+            if number > step or (number == step and step not in self._own_steps)
         ]
         if not later:
             return
@@ -411,7 +452,7 @@ class CheckpointManager:
         """Name the newest checkpoint, and only then remove the oldest ones."""
         self._folder.replace_small(LATEST, f"{newest.name}\n".encode())
         if self._keep_last is not None:
-            _prune(self._folder, self._keep_last, self._keep_every)
+            _prune(self._folder, self._keep_last, self._keep_every, self._known)
 
 
 _hearing: list[CheckpointManager] = []  # the last one is called first
@@ -421,10 +462,6 @@ def _stop_hearing() -> None:
     """Give signals back in a process that was forked: it is none of the training, and SIGTERM is to end it."""
     for manager in reversed([*_hearing]):
         manager.stop_hearing()
-
-
-def _is_complete(folder: Folder) -> bool:
-    return folder.size_of(MANIFEST) is not None
 
 
 def prune_checkpoints(
@@ -451,30 +488,26 @@ def prune_checkpoints(
         )
     if not dry_run:
         parent.remove_left_over()
-    return _prune(parent, keep_last, keep_every, dry_run=dry_run)
+    return _prune(parent, keep_last, keep_every, {}, dry_run=dry_run)
 
 
 def _prune(
-    parent: Folder, keep_last: int, keep_every: int | None, *, dry_run: bool = False
+    parent: Folder, keep_last: int, keep_every: int | None, known: Sizes, *, dry_run: bool = False
 ) -> list[Checkpoint]:
     complete = _complete_in(parent)
-    kept: set[int] = set()
-    damaged: set[int] = set()
-    for step, found in reversed(complete):
-        if len(kept) == keep_last:
-            break
-        if fault := _fault_of(found):
-            damaged.add(step)
+    by_step = dict(complete)
+
+    def is_sound(step: int) -> bool:
+        if fault := _fault_of(by_step[step], known):
             warnings.warn(
-                f"{found} is damaged, so it does not count among those to keep, and stays: {fault}",
+                f"{by_step[step]} is damaged, so it does not count among those to keep, and stays: {fault}",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=5,
             )
-        else:
-            kept.add(step)
-    if keep_every:
-        kept |= {step for step, _ in complete if step % keep_every == 0}
-    removed = [(step, found) for step, found in complete if step not in kept | damaged]
+        return not fault
+
+    kept = retained([*by_step], is_sound, keep_last=keep_last, keep_every=keep_every)
+    removed = [(step, found) for step, found in complete if step not in kept]
     for _, found in () if dry_run else removed:
         if others := found.remove():
             warnings.warn(

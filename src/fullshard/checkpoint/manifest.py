@@ -85,8 +85,8 @@ class FilePiece:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A tensor: its whole shape, its dtype, and the pieces that cover it exactly once.
+class SavedTensor:
+    """A tensor of files, in whichever form: its whole shape and its dtype.
 
     aliases: other names of the same tensor (tied parameters). placement: how it was divided, for
     readers.
@@ -94,13 +94,19 @@ class TensorEntry:
 
     shape: Shape
     dtype: torch.dtype
-    pieces: tuple[FilePiece, ...]
     aliases: tuple[str, ...] = ()
     placement: str = ""
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorEntry(SavedTensor):
+    """A tensor of a checkpoint, with the pieces that cover it exactly once."""
+
+    pieces: tuple[FilePiece, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,15 +149,7 @@ def dumps(manifest: Manifest) -> bytes:
         "version": VERSION,
         "block_nbytes": manifest.block_nbytes,
         **manifest.values,
-        "files": [
-            {
-                "name": file.name,
-                "nbytes": file.nbytes,
-                "header_nbytes": file.header_nbytes,
-                "header_checksum": file.header_checksum,
-            }
-            for file in manifest.files
-        ],
+        "files": [dataclasses.asdict(file) for file in manifest.files],
         "tensors": {name: _tensor_fields(name, each) for name, each in manifest.tensors.items()},
     }
     text = json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
@@ -319,7 +317,7 @@ class _Reader:
         if fault := tiling_fault(shape, [piece.box for piece in pieces]):
             raise _refused(self.where, f"{name}: {fault}")
         aliases = tuple(str(each) for each in fields.get("aliases", ()))
-        return TensorEntry(shape, dtype, pieces, aliases, str(fields.get("placement", "")))
+        return TensorEntry(shape, dtype, aliases, str(fields.get("placement", "")), pieces)
 
     def piece(
         self,

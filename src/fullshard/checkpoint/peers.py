@@ -5,13 +5,11 @@ Of their own, since a save in the background goes on while the program's groups 
 
 import contextlib
 import datetime
-import pickle
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from fullshard.errors import (
@@ -28,9 +26,6 @@ from fullshard.peers.waits import announce, name_lost_ranks
 T = TypeVar("T")
 U = TypeVar("U")
 
-# What a value takes in one round: ranks send so many bytes, whatever they have to say.
-_SMALL_NBYTES = 4096
-_ROOM = _SMALL_NBYTES - 8
 _CAME = "fullshard/came/{}/{}"  # by the group and the rank: to how many calls
 _NAMES_RANK = re.compile(r"rank \d+: ")
 
@@ -49,21 +44,12 @@ class Peers:
         self.group = _group(use) if self.size > 1 else None
 
     def gathered(self, value: T) -> list[T]:
-        """Return every rank's value, on every rank. Collective, one round if values are small."""
+        """Return every rank's value, on every rank. Collective."""
         if self.group is None:
             return [value]
-        own = _Message.of((self._call, value))
-        beginnings = torch.empty(self.size, _SMALL_NBYTES, dtype=torch.uint8, device="cpu")
+        told: list[Any] = [None] * self.size
         with _naming_loss(self.group):
-            dist.all_gather([*beginnings.unbind()], own.beginning, group=self.group)
-        longest = max(map(_length, beginnings)) - _ROOM
-        rows = [[row] for row in beginnings]
-        if longest > 0:
-            rests = torch.empty(self.size, longest, dtype=torch.uint8, device="cpu")
-            with _naming_loss(self.group):
-                dist.all_gather([*rests.unbind()], own.rest(longest), group=self.group)
-            rows = [[*each] for each in zip(beginnings, rests, strict=True)]
-        told = [_value(*each) for each in rows]
+            dist.all_gather_object(told, (self._call, value), group=self.group)
         if len({call for call, _ in told}) > 1:
             calls = by_text({rank: call for rank, (call, _) in enumerate(told)})
             raise CheckpointError(
@@ -99,10 +85,6 @@ class Peers:
                 f"Call it on all ranks, after the same step. {error}"
             ) from error
 
-    def wait_for_all(self) -> None:
-        """Return once all ranks have called this. Collective."""
-        self.gathered(None)
-
     def check_alike(self, **arguments: object) -> None:
         """Raise CheckpointError, on all ranks, if they gave different arguments. Collective."""
         self.together(lambda: None, alike=arguments)
@@ -113,13 +95,8 @@ class Peers:
         Returns a function that returns all results on rank 0. It raises CheckpointError if a rank's has
         raised: call it in `of_first`, so that all ranks hear of that.
         """
-        value: Any = None
-        fault: _Fault | None = None
-        try:
-            value = function()
-        except Exception as error:
-            fault = _Fault.of(error)
-        own = value, fault
+        value, error = _tried(function)
+        own = value, _Fault.of(error)
         everyones: list[Any] | None = [own]
         if self.group is not None:
             everyones = [None] * self.size if self.rank == 0 else None
@@ -143,29 +120,17 @@ class Peers:
         value: Any = None
         error: Exception | None = None
         if self.rank == 0:
-            try:
-                value = function()
-            except Exception as caught:
-                error = caught
+            value, error = _tried(function)
         if self.group is not None:
-            value, fault = self._from_first((value, None if error is None else _Fault.of(error)))
+            told = [(value, _Fault.of(error))]
+            with _naming_loss(self.group):
+                dist.broadcast_object_list(told, 0, group=self.group)
+            value, fault = told[0]
             if self.rank != 0 and fault is not None:
                 error = _joined({0: fault})
-        self._raise(error)
+        _raise(error)
         result: T = value
         return result
-
-    def _from_first(self, value: Any) -> Any:
-        own = _Message.of(value if self.rank == 0 else None)
-        with _naming_loss(self.group):
-            dist.broadcast(own.beginning, 0, group=self.group)
-        longest = _length(own.beginning) - _ROOM
-        if longest <= 0:
-            return _value(own.beginning)
-        rest = own.rest(longest)
-        with _naming_loss(self.group):
-            dist.broadcast(rest, 0, group=self.group)
-        return _value(own.beginning, rest)
 
     def together(
         self, function: Callable[[], T], *, alike: Mapping[str, object] | None = None
@@ -182,33 +147,34 @@ class Peers:
     ) -> tuple[T, list[U]]:
         """Return what this rank's function returns, and what those of all ranks tell of theirs.
 
-        function: returns its value, and what all ranks are to know. Collective, in one round if that is
-        small. Raises as `together` does.
+        function: returns its value, and what all ranks are to know. Raises as `together` does. Collective.
         """
-        error: Exception | None = None
-        value: Any = None
-        told: Any = None
-        try:
-            value, told = function()
-        except Exception as caught:
-            error = caught
+        found, error = _tried(function)
+        told: Any = found[1] if error is None else None
         own = {name: repr(argument) for name, argument in (alike or {}).items()}
-        everyones = self.gathered((own, None if error is None else _Fault.of(error), told))
+        everyones = self.gathered((own, _Fault.of(error), told))
         faults = {n: fault for n, (_, fault, _) in enumerate(everyones) if fault is not None}
         if faults and (error is None or len(faults) < self.size or len({*faults.values()}) > 1):
             problem = _joined(faults)
             problem.__cause__ = error
             raise problem
-        self._raise(error)
+        _raise(error)
         _check_alike([arguments for arguments, _, _ in everyones])
-        return value, [each for _, _, each in everyones]
+        return found[0], [each for _, _, each in everyones]
 
-    @staticmethod
-    def _raise(error: Exception | None) -> None:
-        if error is None:
-            return
-        if isinstance(error, OSError):
-            raise CheckpointError(said(error)) from error
+
+def _tried(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """Return what a function returns, or what it raises."""
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
+def _raise(error: Exception | None) -> None:
+    if isinstance(error, OSError):
+        raise CheckpointError(said(error)) from error
+    if error is not None:
         raise error
 
 
@@ -219,7 +185,9 @@ class _Fault(NamedTuple):
     is_damage: bool
 
     @staticmethod
-    def of(error: Exception) -> "_Fault":
+    def of(error: Exception | None) -> "_Fault | None":
+        if error is None:
+            return None
         return _Fault(said(error), isinstance(error, DamagedCheckpointError))
 
 
@@ -234,43 +202,6 @@ def _joined(faults: Mapping[int, _Fault], *, are_ranks_named: bool = True) -> Ch
     is_damage = any(fault.is_damage for fault in faults.values())
     kind = DamagedCheckpointError if is_damage else CheckpointError
     return kind("\n".join(dict.fromkeys(lines)))
-
-
-class _Message(NamedTuple):
-    """A value as bytes: a beginning of a fixed size, which has the length of all, and the rest."""
-
-    beginning: torch.Tensor
-    data: bytes
-
-    @staticmethod
-    def of(value: Any) -> "_Message":
-        data = pickle.dumps(value)
-        beginning = torch.zeros(_SMALL_NBYTES, dtype=torch.uint8, device="cpu")
-        beginning[:8] = torch.frombuffer(
-            bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8
-        )
-        _put(beginning[8:], data[:_ROOM])
-        return _Message(beginning, data)
-
-    def rest(self, nbytes: int) -> torch.Tensor:
-        """Return what did not fit into the beginning, as so many bytes."""
-        rest = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-        _put(rest, self.data[_ROOM:])
-        return rest
-
-
-def _put(target: torch.Tensor, data: bytes) -> None:
-    if data:
-        target[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _length(beginning: torch.Tensor) -> int:
-    return int.from_bytes(beginning[:8].numpy().tobytes(), "little")
-
-
-def _value(*parts: torch.Tensor) -> Any:
-    data = b"".join(part.numpy().tobytes() for part in parts)
-    return pickle.loads(data[8:])  # a rank's own: what follows its end is not looked at
 
 
 def _check_alike(everyones: Sequence[Mapping[str, str]]) -> None:

@@ -1,4 +1,4 @@
-"""Values that are no model tensors, as JSON: optimizer options, scheduler states, the user's own.
+"""What a checkpoint holds beside tensors of models and optimizers, as JSON: options, scheduler states, the user's own.
 
 Plain JSON for None, booleans, numbers, strings, lists and dicts with string keys. Anything else is an
 object with one key that begins with "$":
@@ -16,16 +16,20 @@ Nothing is pickled, so nothing that is loaded can run code.
 import base64
 import collections
 import math
+import random
 import sys
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from fullshard.checkpoint.manifest import DTYPES, dtype_name
-from fullshard.checkpoint.module_states import MODULE_STATES
 from fullshard.errors import CheckpointError
+from fullshard.plan.units import without_compile
 from fullshard.state.holdings import HeldTensor
+from fullshard.state.structure import Structure
 
 # Far from what Python's stack and its conversion of integers to text allow.
 MOST_LEVELS = 200
@@ -111,10 +115,9 @@ def _encoded(value: Any, name: str, keep: Callable[[str, Any], str]) -> Any:
     if numpy is not None and isinstance(value, numpy.generic):
         return _encoded(value.item(), name, keep)
     if numpy is not None and type(value) is numpy.ndarray:
-        tensor_name = _encoded_tensor(
-            torch.from_numpy(value.copy()).reshape(value.shape), name, keep
-        )
-        return {"$array": tensor_name.get("$tensor"), **_without(tensor_name, "$tensor")}
+        tensor = torch.from_numpy(value.copy()).reshape(value.shape)
+        fields = _encoded_tensor(tensor, name, keep)
+        return {"$array": fields.pop("$tensor", None), **fields}
     raise CheckpointError(
         f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint does not "
         "hold. Give numbers, strings, tensors, lists, tuples or dicts of them, or an object with "
@@ -226,5 +229,102 @@ def _scalar(content: Any, dtype: str) -> torch.Tensor:
     return torch.tensor(number, dtype=DTYPES[dtype], device="cpu")
 
 
-def _without(fields: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: each for name, each in fields.items() if name != key}
+# What modules keep beside parameters and buffers: `torch.nn.Module.get_extra_state`
+#
+# It is extra state under a key of its own: {"model": {"0._extra_state": what module 0 returned}}.
+
+MODULE_STATES = "module_states"  # their key among the extra state
+STATE_NAME = (
+    "_extra_state"  # what PyTorch adds to a module's name. Source: torch/nn/modules/module.py
+)
+
+States = dict[str, dict[str, Any]]  # by section and name
+
+
+def module_states(structures: Mapping[str, Structure]) -> States:
+    """Return what the modules of models keep of their own. Without any, it is empty."""
+    found: States = {}
+    for section, structure in structures.items():
+        _warn_of_own_ways(structure)
+        for name, module in _named(structure, "get_extra_state"):
+            found.setdefault(section, {})[name] = module.get_extra_state()
+    return found
+
+
+def match_module_states(
+    structures: Mapping[str, Structure], saved: Mapping[str, Mapping[str, Any]]
+) -> tuple[list[tuple[nn.Module, Any]], list[str]]:
+    """Return the modules that are to get a state, with it, and what does not fit.
+
+    saved: of all models of the files. As in PyTorch, a module that has ``set_extra_state`` has to get one.
+    """
+    matched: list[tuple[nn.Module, Any]] = []
+    problems = []
+    for section, structure in structures.items():
+        left = dict(saved.get(section, {}))
+        for name, module in _named(structure, "set_extra_state"):
+            if name in left:
+                matched.append((module, left.pop(name)))
+            else:
+                problems.append(f"missing {section}/{name}")
+        problems += [f"unexpected {section}/{name}" for name in left]
+    return matched, problems
+
+
+def _named(structure: Structure, method: str) -> Iterator[tuple[str, Any]]:
+    """Yield the modules whose class defines a method, by the names of their state."""
+    for prefix, module in structure.modules:
+        own = getattr(type(module), method, None)
+        if own is not getattr(nn.Module, method):
+            yield without_compile(prefix) + STATE_NAME, module
+
+
+def _warn_of_own_ways(structure: Structure) -> None:
+    classes = {
+        type(module).__qualname__
+        for _, module in structure.modules
+        if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict
+    }
+    if classes:
+        warnings.warn(
+            f"{', '.join(sorted(classes))}: fill state dicts in a way of their own (_save_to_state_dict). "
+            "A checkpoint has their parameters, persistent buffers and get_extra_state(), and nothing else: "
+            "return other state from get_extra_state().",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+# Random generators of this process, as extra state
+
+RNG = "rng"  # their key among the extra state
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of the random generators of this process: Python's, NumPy's and torch's."""
+    version, numbers, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "python": (version, torch.tensor(numbers, dtype=torch.int64, device="cpu"), gauss),
+        "torch": torch.get_rng_state(),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        states["numpy"] = tuple(numpy.random.get_state())
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        module = torch.get_device_module(accelerator.type)
+        states["device"] = module.get_rng_state()
+    return states
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Continue random generators from states; those of generators that are not here are left out."""
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    torch.set_rng_state(states["torch"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in states:
+        numpy.random.set_state(states["numpy"])
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and "device" in states:
+        torch.get_device_module(accelerator.type).set_rng_state(states["device"])

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.checkpoint.saving import save_checkpoint
+from fullshard.checkpoint.save import save_checkpoint
 from fullshard.debugging.record import Inputs, ReplayRecord
 from fullshard.debugging.surroundings import device_of, surroundings
 from fullshard.debugging.tape import BACKWARD, FORWARD, Event, Tape, local_of

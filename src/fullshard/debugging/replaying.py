@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.checkpoint.loading import load_checkpoint
+from fullshard.checkpoint.load import load_checkpoint
 from fullshard.checkpoint.peers import Peers
-from fullshard.checkpoint.random_states import random_states, set_random_states
+from fullshard.checkpoint.values import random_states, set_random_states
 from fullshard.debugging.comparing import Compared, ReplayDifference, compare_events, name_events
 from fullshard.debugging.record import ReplayFacts, ReplayRecord
 from fullshard.debugging.surroundings import autocast_as, device_of, restore, settings_as

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fullshard.checkpoint.random_states import random_states, set_random_states
+from fullshard.checkpoint.values import random_states, set_random_states
 from fullshard.debugging.tape import modules_by_path, path_of
 from fullshard.engine.params.managed import manager_of
 from fullshard.errors import StateError

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fullshard.checkpoint.local_folder import (
+from fullshard.checkpoint.local import (
     LocalDraft,
     discard,
     others_in,
@@ -15,7 +15,7 @@ from fullshard.checkpoint.local_folder import (
     sync_folder,
     write_durably,
 )
-from fullshard.checkpoint.writing import Described
+from fullshard.checkpoint.write import Described
 from fullshard.errors import CheckpointError
 from fullshard.huggingface.files import INDEX, WEIGHTS
 

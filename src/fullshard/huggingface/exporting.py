@@ -15,15 +15,14 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from fullshard.checkpoint.background import finish_background
-from fullshard.checkpoint.below import said_below
 from fullshard.checkpoint.folder import Folder, NewFile, new_tag
 from fullshard.checkpoint.manager import latest_checkpoint
 from fullshard.checkpoint.manifest import MANIFEST
-from fullshard.checkpoint.opening import Location, disk_path, folder_at
+from fullshard.checkpoint.opening import Location, disk_path, folder_at, said_below
 from fullshard.checkpoint.peers import Peers
-from fullshard.checkpoint.reading import Reader
-from fullshard.checkpoint.writing import Described, header_of
+from fullshard.checkpoint.read import Reader
+from fullshard.checkpoint.save import finish_background
+from fullshard.checkpoint.write import Described, header_of
 from fullshard.errors import CheckpointError
 from fullshard.huggingface.export_folder import (
     ExportFolder,

@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fullshard.checkpoint.below import said_below
-from fullshard.checkpoint.local_folder import LocalFolder
+from fullshard.checkpoint.local import LocalFolder
 from fullshard.checkpoint.manifest import DTYPES
-from fullshard.checkpoint.spans import Limits, Wanted, read_at_once, read_shared
-from fullshard.checkpoint.writing import PART_OF
+from fullshard.checkpoint.opening import said_below
+from fullshard.checkpoint.read import Limits, Wanted, read_at_once, read_shared
+from fullshard.checkpoint.write import PART_OF
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.json_files import parse_json, read_json
 from fullshard.plan.boxes import common, whole_box

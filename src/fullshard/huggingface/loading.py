@@ -8,13 +8,20 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fullshard.checkpoint.background import finish_background
-from fullshard.checkpoint.fitting import Source, check_allowed, check_fits, listed, other_shape
+from fullshard.checkpoint.fit import (
+    Load,
+    Source,
+    check_allowed,
+    check_fits,
+    check_room,
+    listed,
+    other_shape,
+)
 from fullshard.checkpoint.manifest import DTYPES
 from fullshard.checkpoint.opening import disk_path
 from fullshard.checkpoint.peers import Peers
-from fullshard.checkpoint.room import Load, check_room
-from fullshard.checkpoint.spans import Wanted
+from fullshard.checkpoint.read import Wanted
+from fullshard.checkpoint.save import finish_background
 from fullshard.huggingface.files import Weights, WeightsReader, weights_of
 from fullshard.huggingface.names import (
     by_new_name,

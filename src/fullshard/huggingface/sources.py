@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.peers import Peers
-from fullshard.checkpoint.reading import Reader
-from fullshard.checkpoint.spans import Wanted
+from fullshard.checkpoint.read import Reader, Wanted
 from fullshard.errors import CheckpointError
 from fullshard.huggingface.names import plain_name
 from fullshard.plan.boxes import in_rows, whole_box

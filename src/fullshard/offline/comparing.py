@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
+from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.checkpoint.opening import Location
-from fullshard.checkpoint.reading import Reader
-from fullshard.checkpoint.saved_state import SavedState, SavedTensor
-from fullshard.checkpoint.spans import Wanted
+from fullshard.checkpoint.read import Reader, SavedState, Wanted
 from fullshard.errors import CheckpointError
 from fullshard.offline.opening import Progress, open_state
 from fullshard.plan.boxes import Box, in_rows, whole_box

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.folder import new_tag
-from fullshard.checkpoint.manifest import readable
-from fullshard.checkpoint.module_states import MODULE_STATES
+from fullshard.checkpoint.manifest import SavedTensor, readable
 from fullshard.checkpoint.opening import Location, folder_at
-from fullshard.checkpoint.saved_state import SavedState, SavedTensor
-from fullshard.checkpoint.spans import Wanted
-from fullshard.checkpoint.stages import SavedCheckpoint, check_sizes, facts_of_today, manifest_of
-from fullshard.checkpoint.writing import ToWrite, WrittenFiles, write_files
+from fullshard.checkpoint.read import SavedState, Wanted
+from fullshard.checkpoint.save import SavedCheckpoint, check_sizes, facts_of_today, manifest_of
+from fullshard.checkpoint.values import MODULE_STATES
+from fullshard.checkpoint.write import ToWrite, WrittenFiles, write_files
 from fullshard.errors import CheckpointError
 from fullshard.offline.opening import Progress, form_of, naming_disk_faults, open_state
 from fullshard.plan.boxes import Cut, box_after, in_rows, whole_box

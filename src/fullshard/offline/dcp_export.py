@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from fullshard.checkpoint.dcp_files import METADATA
+from fullshard.checkpoint.dcp import METADATA
 from fullshard.checkpoint.folder import new_tag
 from fullshard.checkpoint.opening import Location, disk_path
 from fullshard.huggingface.export_folder import ExportFolder

@@ -25,11 +25,8 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from fullshard.checkpoint.module_states import MODULE_STATES
-from fullshard.checkpoint.random_states import RNG
-from fullshard.checkpoint.saved_state import SavedState
-from fullshard.checkpoint.spans import Wanted
-from fullshard.checkpoint.values import decoded, items, module_state_trees
+from fullshard.checkpoint.read import SavedState, Wanted
+from fullshard.checkpoint.values import MODULE_STATES, RNG, decoded, items, module_state_trees
 from fullshard.errors import CheckpointError
 from fullshard.offline.opening import Progress
 from fullshard.plan.boxes import Box, in_rows, whole_box

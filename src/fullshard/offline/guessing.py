@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from fullshard.checkpoint.foreign import GROUPS, USUAL, ForeignFiles, clean_key, endings
-from fullshard.checkpoint.saved_state import Names
+from fullshard.checkpoint.read import Names
 
 _Path = tuple[str | int, ...]
 

@@ -7,16 +7,14 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.dcp_files import METADATA
+from fullshard.checkpoint.dcp import METADATA
 from fullshard.checkpoint.folder import SHARD_SUFFIX, Folder
-from fullshard.checkpoint.foreign import VALUES, ForeignState, ForeignTensor
+from fullshard.checkpoint.foreign import VALUES, ForeignState
 from fullshard.checkpoint.manager import latest_checkpoint
-from fullshard.checkpoint.manifest import DTYPES, MANIFEST
+from fullshard.checkpoint.manifest import DTYPES, MANIFEST, SavedTensor
 from fullshard.checkpoint.opening import Location, folder_at, opened
 from fullshard.checkpoint.peers import said
-from fullshard.checkpoint.reading import Reader
-from fullshard.checkpoint.saved_state import SavedState, naming_malformed
-from fullshard.checkpoint.spans import Wanted
+from fullshard.checkpoint.read import Reader, SavedState, Wanted, naming_malformed
 from fullshard.checkpoint.values import encoded
 from fullshard.errors import CheckpointError
 from fullshard.huggingface.files import WeightsReader, weights_of
@@ -116,7 +114,7 @@ class _WeightsState(SavedState):
         self.location = path
         self.digest = checksum("".join(file.digest for file in weights.files).encode())
         self.tensors = {
-            f"{_WEIGHTS}{name}": ForeignTensor(entry.shape, DTYPES[entry.dtype])
+            f"{_WEIGHTS}{name}": SavedTensor(entry.shape, DTYPES[entry.dtype])
             for name, entry in weights.tensors.items()
         }
         self.values = {"models": ["model"], "optimizers": {}, "extra": {}}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint.opening import Location
-from fullshard.checkpoint.reading import Reader
+from fullshard.checkpoint.read import Reader
 from fullshard.offline.opening import form_of, open_state
 
 

@@ -19,13 +19,12 @@ import torch
 from fullshard.checkpoint.folder import Folder
 from fullshard.checkpoint.foreign import (
     ForeignFiles,
-    ForeignTensor,
     check_path,
     is_plain_tensor,
     loaded_without_trust,
 )
-from fullshard.checkpoint.manifest import DTYPE_NAMES
-from fullshard.checkpoint.spans import Wanted
+from fullshard.checkpoint.manifest import DTYPE_NAMES, SavedTensor
+from fullshard.checkpoint.read import Wanted
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.plan.boxes import Box, common, tiling_fault, whole_box
 from fullshard.plan.layout import Shape
@@ -171,7 +170,7 @@ class _Place(NamedTuple):
 class DcpFiles(ForeignFiles):
     """The files of one directory."""
 
-    tensors: dict[str, ForeignTensor]
+    tensors: dict[str, SavedTensor]
     paths: dict[str, tuple[str | int, ...]]
 
     def __init__(self, folder: Folder) -> None:
@@ -266,7 +265,8 @@ class DcpFiles(ForeignFiles):
                 raise CheckpointError(f"says of {key} of shape {shape} that fewer bytes hold it")
             if fault := tiling_fault(shape, [chunk.box for chunk in chunks]):
                 raise CheckpointError(f"says of {key} of shape {shape}: {fault}")
-            self.tensors[key] = ForeignTensor(shape, dtype, len(chunks))
+            placement = f"in {len(chunks)} parts" if len(chunks) > 1 else ""
+            self.tensors[key] = SavedTensor(shape, dtype, placement=placement)
             self._chunks[key] = chunks
 
     def _chunks_of(

@@ -9,7 +9,6 @@ names of their own, and then the new manifest takes the place of the old one, in
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -23,15 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint.folder import (
+    LEFT_AFTER_S,
     TAG,
     DataFile,
     Draft,
     Folder,
     Heartbeat,
     NewFile,
+    error_of_other_writer,
+    error_of_taken,
     is_silent,
     new_tag,
     tag_of,
+    writer_in,
 )
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.errors import CheckpointError, DamagedCheckpointError
@@ -41,7 +44,6 @@ _PARTIAL = ".partial-"
 _REMOVED = ".removed-"
 _WRITER = "writer.json"  # in a partial folder; locked and rewritten by who is to complete it
 _WRITER_NBYTES = 512
-_LEFT_AFTER_S = 3600.0  # a partial folder of another host that has not changed for so long is dead
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -224,9 +226,7 @@ class LocalDraft(Draft):
             OSError
         ):  # some filesystems have no locks; the beats are seen there
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._who = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
-        self._beat(0)
-        self._heart = Heartbeat(self._beat)
+        self._heart = Heartbeat(self._tell)
 
     def complete(self, manifest: bytes, names: list[str]) -> None:
         replaces = self.check_target()
@@ -268,12 +268,10 @@ class LocalDraft(Draft):
     def is_ours(self, name: str) -> bool:
         return name == _WRITER or self.is_known(name)
 
-    def _beat(self, count: int) -> None:
-        text = json.dumps({**self._who, "beat": count})
-        if (
-            self._lock is not None
-        ):  # of one length, so that no reader finds the end of an older text
-            os.pwrite(self._lock, text.ljust(_WRITER_NBYTES).encode(), 0)
+    def _tell(self, text: bytes) -> None:
+        if self._lock is not None:
+            # Of one length, so that no reader finds the end of an older text.
+            os.pwrite(self._lock, text.ljust(_WRITER_NBYTES), 0)
 
     def release(self) -> None:
         """Give the lock back."""
@@ -317,10 +315,7 @@ class LocalDraft(Draft):
             )
         if (self.target / MANIFEST).is_file():
             if not self.overwrite:
-                raise CheckpointError(
-                    f"{self.target}: already holds a checkpoint. Save under another name, or pass "
-                    "overwrite=True to replace it."
-                )
+                raise error_of_taken(self.target)
             return True
         if self.target.is_symlink() or (self.target.exists() and not self.target.is_dir()):
             raise CheckpointError(f"{self.target}: is a file or a link. Name another path.")
@@ -336,10 +331,7 @@ class LocalDraft(Draft):
             if not (other / _WRITER).exists() and others_in(other, self.is_ours):
                 continue  # no save's
             if _is_being_written(other, may_wait=True):
-                raise CheckpointError(
-                    f"{self.target}: another job is writing it ({_named(_writer_of(other))}). Give each "
-                    "job a path of its own."
-                )
+                raise error_of_other_writer(self.target, _writer_of(other))
             _discard_partial(other, self.is_ours)
 
 
@@ -420,7 +412,7 @@ def _is_being_written(partial: Path, *, may_wait: bool) -> bool:
         if may_wait:
             return not is_silent(lambda: _seen_of(partial))
         newest = max(path.stat().st_mtime for path in (partial, *partial.iterdir()))
-        return time.time() - newest < _LEFT_AFTER_S
+        return time.time() - newest < LEFT_AFTER_S
     except FileNotFoundError:  # somebody has changed it just now
         return partial.exists()
     except OSError:  # it cannot be read, and so not be removed
@@ -472,11 +464,6 @@ def sync_folder(folder: Path) -> None:
 
 def _writer_of(partial: Path) -> dict[str, Any]:
     try:
-        who = json.loads((partial / _WRITER).read_bytes())
-    except (OSError, ValueError):
+        return writer_in((partial / _WRITER).read_bytes())
+    except OSError:
         return {}
-    return who if isinstance(who, dict) else {}
-
-
-def _named(who: dict[str, Any]) -> str:
-    return f"process {who.get('pid', 'unknown')} on {who.get('host', 'an unknown host')}"

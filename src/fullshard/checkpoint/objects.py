@@ -17,24 +17,26 @@ import errno
 import functools
 import inspect
 import json
-import os
 import posixpath
 import re
-import socket
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from fullshard.checkpoint.folder import (
+    LEFT_AFTER_S,
     TAG,
     DataFile,
     Draft,
     Folder,
     Heartbeat,
     NewFile,
+    error_of_other_writer,
+    error_of_taken,
     is_silent,
     new_tag,
     tag_of,
+    writer_in,
 )
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError
@@ -43,7 +45,6 @@ _WRITER = re.compile(rf"writer-({TAG})\.json")
 # There from before the manifest goes until all has gone.
 _REMOVED = re.compile(rf"removed-{TAG}\.json")
 _ABANDONED = "abandoned.json"  # beside checkpoints: a list of the names of some
-_LEFT_AFTER_S = 3600.0  # unfinished objects that have not changed for so long are nobody's
 
 
 def object_folder(url: str) -> "ObjectFolder":
@@ -164,7 +165,7 @@ class ObjectFolder(Folder):
         ]
 
     def draft(self, tag: str, *, overwrite: bool) -> Draft:
-        return _ObjectDraft(self, tag, overwrite=overwrite)
+        return ObjectDraft(self, tag, overwrite=overwrite)
 
     def sees_draft(self, tag: str) -> bool:
         return self.size_of(_writer_name(tag)) is not None
@@ -237,7 +238,7 @@ class ObjectFolder(Folder):
             changed = self.files.modified(f"{self.root}/{name}")
         except Exception:  # a store without times, or an object that has gone meanwhile
             return False
-        return bool(time.time() - changed.timestamp() > _LEFT_AFTER_S)
+        return bool(time.time() - changed.timestamp() > LEFT_AFTER_S)
 
     def _forget(self) -> None:
         self.files.invalidate_cache()
@@ -314,7 +315,7 @@ class _NewObject(NewFile):
             self._file.discard()
 
 
-class _ObjectDraft(Draft):
+class ObjectDraft(Draft):
     """Files at their place, without a manifest yet."""
 
     def __init__(self, target: ObjectFolder, tag: str, *, overwrite: bool) -> None:
@@ -323,8 +324,7 @@ class _ObjectDraft(Draft):
         self._may_be_complete = False
         self._old = self._check_target()
         self._refuse_other_writer()
-        self._beat(0)
-        self._heart = Heartbeat(self._beat)
+        self._heart = Heartbeat(self._tell)
 
     def complete(self, manifest: bytes, names: list[str]) -> None:
         # Before the check: what is nobody's now is not another job's that is complete by then.
@@ -380,19 +380,15 @@ class _ObjectDraft(Draft):
         own = [name for name in self._target.files_here() if tag_of(name) == self._tag]
         self._target.delete(*own, _writer_name(self._tag))
 
-    def _beat(self, count: int) -> None:
-        who = {"host": socket.gethostname(), "pid": os.getpid(), "beat": count}
-        self._target.replace_small(_writer_name(self._tag), json.dumps(who).encode())
+    def _tell(self, text: bytes) -> None:
+        self._target.replace_small(_writer_name(self._tag), text)
 
     def _check_target(self) -> bytes | None:
         """Return the manifest that is there, None without one."""
         names = [_base(each) for each in self._target.entries()]
         if MANIFEST in names:
             if not self._overwrite:
-                raise CheckpointError(
-                    f"{self._target}: already holds a checkpoint. Save under another name, or pass "
-                    "overwrite=True to replace it."
-                )
+                raise error_of_taken(self._target)
             return self._target.read_small(MANIFEST)
         if others := [name for name in names if not _is_ours(name)]:
             raise CheckpointError(
@@ -408,10 +404,7 @@ class _ObjectDraft(Draft):
             if who is None:  # it has ended
                 continue
             if not is_silent(functools.partial(self._content, writer)):
-                raise CheckpointError(
-                    f"{self._target}: another job is writing it ({who.decode()}). Give each job a URL of its "
-                    "own."
-                )
+                raise error_of_other_writer(self._target, writer_in(who))
             # It may have died, or lost its mark alone, once its manifest was there.
             complete = (self._content(MANIFEST) or b"").decode(errors="replace")
             names = [name for name in self._target.files_here() if tag_of(name) == tag]

@@ -11,42 +11,46 @@ on all ranks together, so an error on one is an error on all, and nothing is lef
 """
 
 import dataclasses
+import functools
 import itertools
 import platform
+import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from fullshard.checkpoint.content import Content, agreed_content, to_write
-from fullshard.checkpoint.folder import Draft, Folder, new_tag
-from fullshard.checkpoint.kept_plan import KeptPlan
-from fullshard.checkpoint.local_content import (
+from fullshard.checkpoint.content import (
+    Content,
     LocalContent,
     Models,
     Optimizers,
     Stage,
     Told,
-    compares,
+    agreed_content,
     content_of,
     named,
     section_names,
-    structures_of,
+    to_write,
 )
+from fullshard.checkpoint.fit import check_copies
+from fullshard.checkpoint.folder import Draft, Folder, new_tag
 from fullshard.checkpoint.manifest import FileEntry, FilePiece, Manifest, TensorEntry, readable
-from fullshard.checkpoint.module_states import module_states
 from fullshard.checkpoint.opening import Location, folder_at
-from fullshard.checkpoint.peers import Peers
+from fullshard.checkpoint.peers import Peers, said
 from fullshard.checkpoint.values import encoded
-from fullshard.checkpoint.writing import ToWrite, WrittenFiles, write_files
+from fullshard.checkpoint.write import ToWrite, WrittenFiles, write_files
 from fullshard.engine.checks.optimizers import known, num_updates
 from fullshard.engine.unit import comms_of
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.peers.paths import by_text
 from fullshard.plan.boxes import tiling_fault
-from fullshard.state.structure import Structure
+from fullshard.process_hooks import at_exit, collector_waits, start_thread
+from fullshard.state.holdings import is_ddp
+from fullshard.state.structure import Structure, structure_of
 from fullshard.versions import VERSION
 
 
@@ -54,7 +58,8 @@ from fullshard.versions import VERSION
 class SavedCheckpoint:
     """A checkpoint that is complete and stored for good.
 
-    path: of its folder; a string if it is a URL. nbytes: of all ranks' files. seconds: from the call on. stall_seconds: how long the program waited.
+    path: of its folder; a string if it is a URL. nbytes: of all ranks' files. seconds: from the call on.
+    stall_seconds: how long the program waited.
     """
 
     path: Path | str
@@ -98,22 +103,12 @@ class Moments(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Captured:
-    """What one rank alone brings to a save.
-
-    values: of the manifest. memory: of the content's views of models and optimizers.
-    """
+    """What one rank alone brings to a save."""
 
     request: SaveRequest
     target: Folder
     content: LocalContent
-    values: Mapping[str, Any]
-    memory: Sequence[torch.Tensor]
     moments: Moments
-
-    def staged(self, stage: Stage) -> Callable[[], "Captured"]:
-        """Copy what it refers to; return what puts the same together over the copies, later."""
-        over_copies = self.content.staged(stage, self.memory)
-        return lambda: dataclasses.replace(self, content=over_copies())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,17 +120,12 @@ class SaveJob:
     items: Sequence[ToWrite]
     tensors: Mapping[str, dict[str, Any]]
     content: Content
-    values: Mapping[str, Any]
 
     def staged(self, stage: Stage) -> "SaveJob":
         """Return the same over copies, which training does not change."""
         copies = stage([item.view for item in self.items])
         items = [item._replace(view=copy) for item, copy in zip(self.items, copies, strict=True)]
         return dataclasses.replace(self, items=items)
-
-    def warning(self, peers: Peers) -> str:
-        """Return what to tell this rank's user; "" if nothing."""
-        return self.content.warning if peers.rank == 0 else ""
 
     def saved(self, nbytes: int, *, begun: float, stall_seconds: float) -> SavedCheckpoint:
         """Return what users are told of it. begun: when, by ``time.perf_counter``."""
@@ -146,11 +136,8 @@ class SaveJob:
 
 
 @torch.no_grad()
-def capture(request: SaveRequest, plan: KeptPlan | None = None) -> Captured:
-    """Return what this rank alone brings to a save. Raises FullshardError for what cannot be saved.
-
-    plan: of the save before, to be used if it is right for this one, too.
-    """
+def capture(request: SaveRequest) -> Captured:
+    """Return what this rank alone brings to a save. Raises FullshardError for what cannot be saved."""
     if type(request.step) not in (int, type(None)):
         raise CheckpointError(f"step is {request.step!r}: give an int, or None.")
     if not folder_at(request.path).name:
@@ -159,23 +146,22 @@ def capture(request: SaveRequest, plan: KeptPlan | None = None) -> Captured:
     for name, given in (("metadata", request.metadata), ("extra", request.extra)):
         if not isinstance(given, Mapping):
             raise CheckpointError(f"{name} is {given!r:.80}: give a dict.")
-    values = {
-        "step": encoded(request.step, "step", _refuse),
-        "metadata": _encoded_metadata(request.metadata),
-    }
-    structures, optimizers = structures_of(request.model), named(request.optimizer, "optimizer")
-    if plan is None:
-        content = content_of(structures, optimizers)
-        memory: Sequence[torch.Tensor] = content.views()
-    else:
-        content, memory = plan.content(structures, optimizers)
-    content = content.with_extras(
-        request.extra,
-        module_states(structures),
-        rng=request.rng,
-        compares=compares(request.model),
-    )
-    return Captured(request, target, content, values, memory, _moments(structures, optimizers))
+    metadata, fault = _tried_encoding(request.metadata)
+    if isinstance(fault, FullshardError):
+        raise fault
+    if fault is not None:  # of arrays of other kinds, or what contains itself
+        raise CheckpointError(
+            f"metadata cannot be saved: {said(fault)}. Give numbers, strings, and lists and dicts of them."
+        ) from fault
+    models = named(request.model, "model")
+    structures = {section: structure_of(model) for section, model in models.items()}
+    optimizers = named(request.optimizer, "optimizer")
+    content = content_of(structures, optimizers, request.extra, rng=request.rng)
+    # Reading all values takes as long as copying them. DistributedDataParallel keeps them equal.
+    every = request.model.values() if isinstance(request.model, Mapping) else [request.model]
+    values = {"step": encoded(request.step, "step", _refuse), "metadata": metadata}
+    content = dataclasses.replace(content, compares=not all(map(is_ddp, every)), given=values)
+    return Captured(request, target, content, _moments(structures, optimizers))
 
 
 def _moments(
@@ -229,15 +215,17 @@ def _check_same(seen: Mapping[int, tuple[int, str]]) -> None:
 
 def alike_in(request: SaveRequest) -> dict[str, Any]:
     """Return what all ranks have to ask for alike, as it is now: the program may change its dicts."""
+    extra: object = request.extra  # refused later if it is no dict
     return {
         "path": str(request.path),
         "step": request.step,
-        "metadata": _comparable(request.metadata),
+        # None for what cannot be saved, which is raised with what else the ranks find.
+        "metadata": _tried_encoding(request.metadata)[0],
         "overwrite": request.overwrite,
         "rng": request.rng,
         "model": section_names(request.model, "model"),
         "optimizer": section_names(request.optimizer, "optimizer"),
-        "extra": _keys(request.extra),
+        "extra": sorted(extra, key=str) if isinstance(extra, Mapping) else extra,
     }
 
 
@@ -265,34 +253,15 @@ def decide(alike: Mapping[str, Any], captured: Callable[[], Captured], peers: Pe
         }
         for holding in content.holdings
     }
-    return SaveJob(
-        own.request, own.target, to_write(content.holdings), tensors, content, own.values
-    )
+    return SaveJob(own.request, own.target, to_write(content.holdings), tensors, content)
 
 
-def _encoded_metadata(metadata: Mapping[str, Any]) -> Any:
+def _tried_encoding(metadata: Mapping[str, Any]) -> tuple[Any, Exception | None]:
+    """Return metadata as a manifest has it, or why it cannot."""
     try:
-        return encoded(dict(metadata), "metadata", _refuse)
-    except FullshardError:
-        raise
-    except Exception as error:  # of arrays of other kinds, or what contains itself
-        raise CheckpointError(
-            f"metadata cannot be saved: {type(error).__name__}: {error}. Give numbers, strings, and lists "
-            "and dicts of them."
-        ) from error
-
-
-def _keys(extra: Any) -> Any:
-    """Return the keys of the extra state in one order; itself if it is none, which is refused later."""
-    return sorted(extra, key=str) if isinstance(extra, Mapping) else extra
-
-
-def _comparable(metadata: Mapping[str, Any]) -> Any:
-    """Return what ranks have alike that gave the same metadata; None for what cannot be saved."""
-    try:
-        return encoded(dict(metadata), "metadata", _refuse)
-    except Exception:  # which is raised with what else the ranks find
-        return None
+        return encoded(dict(metadata), "metadata", _refuse), None
+    except Exception as error:
+        return None, error
 
 
 def _refuse(name: str, _: torch.Tensor) -> None:
@@ -347,7 +316,6 @@ def _commit(
             own_values.setdefault(key, {})[str(rank)] = tree
     values = {
         **facts_of_today(num_ranks),
-        **job.values,
         **job.content.values,
         "extra_by_rank": own_values,
     }
@@ -413,6 +381,266 @@ def manifest_of(
                 "ranks of the mesh, and one copy of the model in the job."
             )
         entries[name] = TensorEntry(
-            fact["shape"], fact["dtype"], own_pieces, fact["aliases"], fact["placement"]
+            fact["shape"], fact["dtype"], fact["aliases"], fact["placement"], own_pieces
         )
     return Manifest(tuple(files), entries, values)
+
+
+# In the background
+
+# Python lets one thread run at a time, for 5 ms. The program goes first: it has waited for the copy.
+_HEAD_START_SECONDS = 0.002
+
+
+class PendingSave:
+    """A save in the background.
+
+    stall_seconds: how long the program waited for the copy to host memory.
+    """
+
+    def __init__(
+        self, request: SaveRequest, decided: Callable[[], SaveJob], peers: Peers, begun: float
+    ) -> None:
+        """Begin it. decided: returns what this rank writes. begun: when, by ``time.perf_counter``."""
+        self._peers, self._begun = peers, begun
+        try:
+            self.path: Path | str = folder_at(request.path).location
+        except CheckpointError:  # which `decided` raises, on all ranks, once they have met
+            self.path = str(request.path)
+        self._error: BaseException | None = None
+        self._saved: SavedCheckpoint | None = None
+        self._warning = ""
+        self.stall_seconds = time.perf_counter() - begun
+        # Not a daemon: a program that ends waits for its last checkpoint.
+        _in_flight.append(self)
+        _begin_in_background()
+        self._thread = start_thread(
+            self._run,
+            decided,
+            name="fullshard-checkpoint",
+            why="saves in the background",
+            is_daemon=False,
+        )
+
+    @property
+    def left_unsaid(self) -> str:
+        """What nobody has been told yet: an error or a warning; "" if nothing."""
+        return self._warning if self._error is None else str(self._error)
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> SavedCheckpoint:
+        """Wait until the checkpoint is complete. Raises what went wrong, once."""
+        self._thread.join()
+        if self in _in_flight:
+            _in_flight.remove(self)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        if self._saved is None:
+            raise CheckpointError(f"{self.path}: was not saved; the error has been raised before.")
+        if self._warning:
+            warning, self._warning = self._warning, ""
+            warnings.warn(warning, stacklevel=2)
+        return self._saved
+
+    def _run(self, decided: Callable[[], SaveJob]) -> None:
+        time.sleep(_HEAD_START_SECONDS)
+        try:
+            with self._peers.naming_absent(self.path):
+                # Ranks share cores and disks: what one does in the background would hold up others' copies.
+                self._peers.gathered(None)
+                job = decided()
+                nbytes = execute(job, self._peers)
+            self._warning = job.content.warning
+            self._saved = job.saved(nbytes, begun=self._begun, stall_seconds=self.stall_seconds)
+        except FullshardError as error:
+            self._error = error
+        except BaseException as error:  # raised where somebody waits
+            self._error = CheckpointError(
+                f"{self.path}: the save in the background did not complete: {said(error)} Either a rank "
+                "died, or destroy_process_group() came before wait(). Older checkpoints are as they were."
+            )
+            self._error.__cause__ = error
+
+
+_in_flight: list[PendingSave] = []
+
+
+def _say_what_was_lost() -> None:
+    """Say what went wrong with the save while the program ended. Its thread has ended by now."""
+    for pending in _in_flight:
+        if pending.left_unsaid:
+            print(f"fullshard: {pending.left_unsaid}", file=sys.stderr)
+
+
+@functools.cache
+def _begin_in_background() -> None:
+    at_exit(_say_what_was_lost, why="a save in the background may have failed since")
+
+
+def finish_background() -> None:
+    """Wait for the save in the background, if there is one. Raises what went wrong in it."""
+    while _in_flight:
+        _in_flight[0].wait()
+
+
+class Staging:
+    """Host memory that saves in the background copy to, kept from one to the next."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._copies: list[torch.Tensor] = []
+        self._kinds: list[tuple[torch.Size, torch.dtype]] = []  # of the copies
+
+    @torch.no_grad()
+    def copies(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies of tensors, which last until the next call."""
+        kinds = [(view.shape, view.dtype) for view in views]
+        if kinds != self._kinds:
+            self._divide(views)
+            self._kinds = kinds
+        if self._copies:
+            torch._foreach_copy_(self._copies, [*views])
+        return [*self._copies]
+
+    @torch.inference_mode(False)  # or nothing could be copied there outside of that mode
+    def _divide(self, views: Sequence[torch.Tensor]) -> None:
+        """Make memory for copies of tensors, if there is too little of it, and divide it among them."""
+        sizes = [view.numel() * view.itemsize for view in views]
+        total = sum(map(_aligned, sizes))
+        self._copies, self._kinds = [], []
+        if self._memory.numel() < total:
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one goes first
+            check_copies(total)
+            on_device = any(view.device.type != "cpu" for view in views)
+            self._memory = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=on_device)
+        position = 0
+        for view, nbytes in zip(views, sizes, strict=True):
+            memory = self._memory[position : position + nbytes].view(view.dtype)
+            self._copies.append(memory.view(view.shape))
+            position += _aligned(nbytes)
+
+
+staging = Staging()
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64
+
+
+# What users call
+
+
+def save_checkpoint(
+    path: Location,
+    model: Models,
+    optimizer: Optimizers = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    rng: bool = True,
+    overwrite: bool = False,
+) -> SavedCheckpoint:
+    """Save models, optimizers and whatever else training needs to go on. Collective.
+
+        save_checkpoint("runs/a/step-100", model, optimizer, step=100, extra={"scheduler": scheduler})
+
+    path: becomes a directory, which has this name only once all of it is on the disk. All ranks have to
+        see the same filesystem there. Or a URL that fsspec knows: s3://bucket/a/step-100.
+    model, optimizer: sharded in any way or not at all; one, or several by key.
+    extra: by key, objects with ``state_dict()`` (schedulers, scalers, data loaders, EMA), or values:
+        numbers, strings, tensors, lists and dicts of them. What differs between ranks is kept for each.
+    step, metadata: for readers; ``metadata`` is a dict of such values.
+    rng: save the states of the random generators of every rank.
+    overwrite: replace a checkpoint of this name; until the new one is complete, the old one is.
+
+    Raises CheckpointError, on all ranks, if one cannot do its part; what was written is removed then, and
+    an older checkpoint is as it was.
+    """
+    request = SaveRequest(path, model, optimizer, extra or {}, step, metadata or {}, rng, overwrite)
+    return save_now(request)
+
+
+def async_save_checkpoint(
+    path: Location,
+    model: Models,
+    optimizer: Optimizers = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    rng: bool = True,
+    overwrite: bool = False,
+) -> PendingSave:
+    """Save in the background what `save_checkpoint` would save now. Collective.
+
+    Returns once this rank's part is copied to host memory, which is kept for the next time; mostly without
+    waiting for other ranks. One save at a time: a second one waits for the first. An error of a save is
+    raised on all ranks by its ``wait()``, or else by the next save or load.
+    """
+    request = SaveRequest(path, model, optimizer, extra or {}, step, metadata or {}, rng, overwrite)
+    return save_later(request)
+
+
+def save_now(request: SaveRequest) -> SavedCheckpoint:
+    """Do what `save_checkpoint` does. Collective."""
+    begun = time.perf_counter()
+    finish_background()
+    peers = Peers(call="save_checkpoint")
+    peers.come()
+    with collector_waits(), peers.naming_absent(request.path):
+        job = decide(alike_in(request), lambda: capture(request), peers)
+        nbytes = execute(job, peers)
+    saved = job.saved(nbytes, begun=begun, stall_seconds=time.perf_counter() - begun)
+    if job.content.warning:  # last: it may be an error, and peers would wait
+        warnings.warn(job.content.warning, stacklevel=3)
+    return saved
+
+
+def save_later(request: SaveRequest) -> PendingSave:
+    """Do what `async_save_checkpoint` does. Collective."""
+    begun = time.perf_counter()
+    finish_background()
+    peers = Peers(call="async_save_checkpoint")
+    peers.come()
+    with collector_waits():
+        return PendingSave(request, _decided_later(request, peers), peers, begun)
+
+
+def _decided_later(request: SaveRequest, peers: Peers) -> Callable[[], SaveJob]:
+    """Copy what this rank may have to write; return what decides, in the background, what it writes.
+
+    Where a rank has much of which it cannot know alone who writes it, the ranks decide first.
+    """
+    alike = alike_in(request)
+    try:
+        captured = capture(request)
+        knows = peers.size == 1 or captured.content.is_mostly_numbered
+        if knows:
+            content = captured.content.staged(staging.copies)
+            captured = dataclasses.replace(captured, content=content)
+    except Exception as error:
+        fault = error
+        if not isinstance(error, FullshardError):  # of a state_dict() of the user's, say
+            fault = CheckpointError(f"{request.path}: cannot be saved: {said(error)}")
+            fault.__cause__ = error
+        failed = _raising(fault)
+        return lambda: decide(alike, failed, peers)
+    if knows:
+        return lambda: decide(alike, lambda: captured, peers)
+    try:
+        job = decide(alike, lambda: captured, peers).staged(staging.copies)
+    except Exception as error:  # raised where the other ranks raise it
+        return _raising(error)
+    return lambda: job
+
+
+def _raising(error: Exception) -> Callable[[], NoReturn]:
+    def fail() -> NoReturn:
+        raise error
+
+    return fail

@@ -122,7 +122,7 @@ def _at_once(jobs: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def divided(items: Sequence[ToWrite]) -> list[list[ToWrite]]:
-    """Divide boxes among files of about the same size: as many as are written at once, or fewer."""
+    """Divide boxes among files of about the same size, at most as many as are written in parallel."""
     total = sum(item.nbytes for item in items)
     count = max(1, min(FILES_AT_ONCE, total // _SMALLEST_FILE))
     parts: list[list[ToWrite]] = [[] for _ in range(count)]
