@@ -296,10 +296,9 @@ def _policies(api: Api, classes: set[Any]) -> list[Any]:
 def test_a_class_that_the_model_lacks_is_answered_with_those_it_has(api: Api) -> None:
     for policy in _policies(api, {nn.TransformerEncoderLayer}):
         said = (
-            "Net has no module of class TransformerEncoderLayer, so all of it is one instance, "
-            "gathered as a whole. It has: Block (2), Linear (3), Embedding (1)."
+            r"class TransformerEncoderLayer, .* It has: Block \(2\), Linear \(3\), Embedding \(1\)"
         )
-        with pytest.warns(UserWarning, match=re.escape(said)):
+        with pytest.warns(UserWarning, match=said):
             shard(api, "orig", Net(), auto_wrap_policy=policy)
     for policy in _policies(api, {"Blok"}):
         model = Net()
@@ -410,7 +409,7 @@ def test_a_module_that_recomputes_something_else_is_named_below_pytorchs_error(
     said = explain_recomputation(caught.value)
     assert said is not None
     assert said.startswith("fullshard: recomputed was blocks.1.module (F")  # a class of ours
-    assert "as in forward" in said
+    assert "whole then, as in forward" in said
     assert "layer (Linear): 3x8 of float32; in forward 6x8" in said
     assert "set_checkpoint_debug_enabled(True)" in said
 
@@ -496,8 +495,7 @@ def test_what_does_not_fit_a_checkpoint_is_listed_by_kind(
         assert fact in said
     with pytest.raises(CheckpointError) as caught:
         api.load_checkpoint(tmp_path / "saved", shard(api, face, Net(tied=True)))
-    expected = "several in the checkpoint: 1 model/embed.weight and model/head.weight"
-    assert expected in as_one(caught)
+    assert ": 1 model/embed.weight and model/head.weight" in as_one(caught)
 
 
 # 15  optimizer couldn't be switched / references no FSDP params
@@ -713,7 +711,7 @@ def test_clipping_stops_every_rank_where_one_has_a_nan(api: Api, face: str) -> N
 def test_the_module_and_rank_that_made_a_nan_are_named_on_every_rank(path: str) -> None:
     other, maker = endings_of(Plan("nan", path))
     assert "StateError" in maker.kinds, maker.words
-    made = "Not finite first: in forward, rank 1, the output of blocks.1.up (Linear) has"
+    made = "in forward, rank 1, the output of blocks.1.up (Linear) has"
     assert made in maker.text
     assert "parameters and buffers are finite" in maker.text
     assert made in other.words

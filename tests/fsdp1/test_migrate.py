@@ -405,9 +405,9 @@ def test_the_command_prints_json_alone(program: str) -> None:
     [
         ("{}", Exit.USAGE, "expected MODULE:FUNCTION"),
         (":wrapped", Exit.USAGE, "expected MODULE:FUNCTION"),
-        ("{}:nothing", Exit.USAGE, "has no function 'nothing'; it has number, plain, wrapped"),
+        ("{}:nothing", Exit.USAGE, "'nothing'; it has number, plain, wrapped"),
         ("missing_module.inside:f", Exit.USAGE, "no module 'missing_module'"),
-        ("{}:number", Exit.USAGE, "returned int, not a model"),
+        ("{}:number", Exit.USAGE, "returned int"),
         ("{}:plain", Exit.FAILED, "Nothing in Linear is wrapped"),
     ],
 )
