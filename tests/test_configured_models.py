@@ -437,7 +437,7 @@ def test_a_configuration_is_read_from_a_file_or_its_folder(tmp_path: Path) -> No
         ("{", r"is no JSON \(Expecting"),
         ("[]", "model_type|not an object"),
         ('{"hidden_size": 3}', "model_type|not an object"),
-        ('{"options": {}, "corpus": {}}', "describes a run of fullshard train.*--init-from"),
+        ('{"options": {}, "corpus": {}}', "fullshard train.*--init-from"),
     ],
 )
 def test_what_is_no_configuration_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
@@ -449,19 +449,19 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path, text: str | None, s
 
 _IMAGES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 REFUSED = {
-    "unknown": ({"model_type": "mine", "auto_map": {}}, "'mine': is not known to Transformers"),
+    "unknown": ({"model_type": "mine", "auto_map": {}}, "'mine': is not known"),
     "encoder": (_sizes("bert"), "'bert': is an encoder.*is_decoder"),
     "both": ({"model_type": "t5"}, "'t5': has an encoder beside"),
-    "images": ({"model_type": "vit"}, "'vit': Transformers has no causal language model"),
+    "images": ({"model_type": "vit"}, "'vit': .*no causal language model"),
     "text and images": (
         {"model_type": "gemma3", "text_config": APART["gemma3_text"], "vision_config": _IMAGES},
-        "'gemma3': is a model of more than text.*text_config",
+        "'gemma3': .*more than text.*text_config",
     ),
     "quantised": (
         _sizes("llama", quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}),
-        "'llama': the configuration is of quantised weights",
+        "'llama': .*quantised",
     ),
-    "wrong type": (_sizes("llama", hidden_size="wide"), "of a llama is not one that Transformers"),
+    "wrong type": (_sizes("llama", hidden_size="wide"), "llama is not one"),
     "wrong name": (
         _sizes("llama", hidden_act="mine"),
         "'llama': Transformers cannot build.*'mine'",

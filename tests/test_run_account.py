@@ -80,11 +80,9 @@ def test_each_model_is_told_of_once(tmp_path: Path) -> None:
     {END}
     """
     first, second = _said(_run(tmp_path, script))
-    assert first == (
-        "[fullshard] Sequential: 2 units, sharded over 2 ranks (peer memory (one host)); "
-        "this rank holds 16.2 KiB of parameters"
-    )
-    assert second.startswith("[fullshard] Linear: 1 unit, sharded over 2 ranks")
+    for fact in ("Sequential: 2 units", "2 ranks (peer memory (one host))", "16.2 KiB"):
+        assert fact in first
+    assert "Linear: 1 unit, sharded" in second
 
 
 @on_ranks(4)
@@ -98,7 +96,7 @@ def test_a_line_says_over_what() -> None:
     assert summary("A", fullshard.describe(hybrid)) == (
         "A: 1 unit, sharded over 2 ranks (peer memory (one host)), 2 times; this rank holds 0.1 KiB of parameters"
     )
-    assert "A: 1 unit, replicated on 4 ranks; this rank" in summary("A", fullshard.describe(copied))
+    assert "replicated on 4 ranks" in summary("A", fullshard.describe(copied))
 
 
 def test_what_trained_without_sharding_is_told_with_the_reason(tmp_path: Path) -> None:
@@ -108,22 +106,16 @@ def test_what_trained_without_sharding_is_told_with_the_reason(tmp_path: Path) -
     {END}
     """
     (line,) = _said(_run(tmp_path, ddp))
-    assert line.startswith(
-        "[fullshard] nothing was sharded. The model was trained with Distributed"
-    )
+    assert "nothing was sharded" in line
+    assert "with Distributed" in line
     (line,) = _said(_run(tmp_path, f"{FEW_LINES}\n    fully_shard(model)", ranks=1))
-    assert line == (
-        "[fullshard] modules were sharded, but none of them ran a forward, so nothing is said of them."
-    )
+    assert "none of them ran a forward" in line
     (line,) = _said(
         _run(tmp_path, f"{FEW_LINES}\n    {END}")
     )  # which leaves no group, but two ranks
-    assert (
-        "The program called neither fully_shard nor FullyShardedDataParallel, by none of the names"
-        in line
-    )
+    assert "neither fully_shard nor FullyShardedDataParallel" in line
     (line,) = _said(_run(tmp_path, "import sys\nsys.exit()", ranks=1))
-    assert "If it did not, start ranks: torchrun" in line
+    assert "start ranks: torchrun" in line
     script = f"import fullshard\nfullshard.uninstall()\n{textwrap.dedent(FEW_LINES)}"
     (line,) = _said(_run(tmp_path, script, ranks=1))
     assert "called fullshard.uninstall()" in line
@@ -168,7 +160,7 @@ if __name__ == "__main__":
 
 def test_processes_that_a_script_forks_tell_of_theirs(tmp_path: Path) -> None:
     (line,) = _said(_run(tmp_path, STARTING.format(method="fork"), ranks=1))
-    assert line.startswith("[fullshard] Linear: 1 unit, sharded over 2 ranks")
+    assert "Linear: 1 unit, sharded over 2 ranks" in line
 
 
 @pytest.mark.long  # Python starts three times
@@ -186,7 +178,7 @@ def test_processes_that_a_script_spawns_tell_of_theirs(tmp_path: Path) -> None:
         check=True,
     )
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("[fullshard]")]
-    assert line.startswith("[fullshard] Linear: 1 unit, sharded over 2 ranks")
+    assert "Linear: 1 unit, sharded over 2 ranks" in line
 
 
 # Accelerate decides so: what it would be on CPUs, and where it goes on from there.
@@ -240,15 +232,14 @@ def test_accelerate_shards_on_cpus_if_asked_and_is_told_of_otherwise(
     (tmp_path / "accelerate" / "state.py").write_text(ACCELERATE)
     script = LIKE_TRAINER.format(first=first)
     (line,) = _said(_run(tmp_path, script, "--cpu"))
-    assert line.startswith("[fullshard] Linear: 1 unit, sharded over 2 ranks")
+    assert "Linear: 1 unit, sharded over 2 ranks" in line
     (line,) = _said(_run(tmp_path, script))
     how = "with DistributedDataParallel" if first else "on each rank by itself"
-    assert f"on accelerators alone, so the model was trained {how}" in line
+    assert f"was trained {how}" in line
     assert "python -m fullshard.run --cpu SCRIPT" in line
     (line,) = _said(_run(tmp_path, script, "--cpu", ranks=1))
-    assert (
-        "There was one process, and Accelerate shards among several. Start ranks: torchrun" in line
-    )
+    assert "one process" in line
+    assert "Start ranks: torchrun" in line
 
 
 def test_lightning_s_fsdp_strategy_passes_on_cpus_if_asked(tmp_path: Path) -> None:
@@ -359,7 +350,5 @@ runpy.run_module("fullshard.run", run_name="__main__")
 
 def test_an_accelerator_is_not_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    with pytest.raises(
-        StateError, match=r"There is an accelerator .* leave out cpu=True, or --cpu"
-    ):
+    with pytest.raises(StateError, match=r"leave out cpu=True, or --cpu"):
         shard_on_cpus()

@@ -40,7 +40,7 @@ def test_all_end_with_the_first(api: Api) -> None:
         log.removeHandler(notes)
         log.setLevel(logging.NOTSET)
     (text,) = notes.texts
-    assert "after 3 batches, since ranks [2] had no more" in text
+    assert "3 batches, since ranks [2]" in text
 
 
 @on_ranks(3)
@@ -56,7 +56,7 @@ def test_all_end_with_the_last(api: Api) -> None:
 def test_a_rank_without_any_batch(api: Api) -> None:
     batches = range(2 * rank())
     assert list(fullshard.join(batches)) == []
-    with pytest.raises(StateError, match=r"ranks \[0\] have no batch at all"):
+    with pytest.raises(StateError, match=r"ranks \[0\] have no batch"):
         list(fullshard.join(batches, until="last"))
     with pytest.raises(ShardingError, match="until is 'never'"):
         fullshard.join(batches, until="never")  # type: ignore[arg-type]
@@ -85,9 +85,7 @@ def test_a_rank_that_leaves_a_loop_early_is_named_in_the_next(api: Api) -> None:
                 if rank() == 0 and number == 1:
                     break  # rank 1 goes on, and meets rank 0 in its next loop
 
-    with pytest.raises(
-        StateError, match=r"different loops, by their numbers: rank 0: \d+, rank 1: \d+"
-    ):
+    with pytest.raises(StateError, match=r"different loops, .*rank 0: \d+, rank 1: \d+"):
         epochs()
 
 

@@ -218,7 +218,7 @@ def test_what_would_count_wrongly_is_refused(api: Api) -> None:
         with pytest.raises(ShardingError, match="Linear is not sharded"):
             fullshard.weighted_loss(loss, 1, nn.Linear(2, 2))
         model.set_gradient_divide_factor(1.0)
-        with pytest.raises(StateError, match=r"root .* divides its gradients by 1, but 2 ranks"):
+        with pytest.raises(StateError, match=r"root .* by 1, but 2 ranks"):
             fullshard.weighted_loss(loss, 1, model)
 
 
@@ -227,7 +227,7 @@ def test_two_weighted_losses_in_one_backward_are_refused(api: Api) -> None:
     with _stepping(api) as (model, _):
         loss = _mean(model, _batch(0, 0, 3))
         both = fullshard.weighted_loss(loss, 1, model) + fullshard.weighted_loss(loss, 2, model)
-        with pytest.raises(MisuseError, match="two weighted losses are in one backward"):
+        with pytest.raises(MisuseError, match="two weighted losses"):
             both.backward()
 
 
@@ -279,7 +279,7 @@ def test_several_models_of_one_loss_are_told_of_together(api: Api) -> None:
 @on_ranks(2)
 def test_a_loss_that_reaches_another_model_is_refused(api: Api, told: int) -> None:
     first, second, _ = _two(api)
-    with pytest.raises(MisuseError, match="reaches a model that it was not told of"):
+    with pytest.raises(MisuseError, match="not told of"):
         _backward_of_two(first, second, 0, 2, (first, second)[told])
 
 
@@ -289,9 +289,7 @@ def test_a_backward_without_weight_after_one_with_is_refused(api: Api, way: str)
     with _stepping(api, way) as (model, optimizer):
         _backward(model, 0, 2 + rank())
         loss = _mean(model, _batch(rank(), 1, 3))
-        with pytest.raises(
-            MisuseError, match="this backward has no weight, but gradients of weighted"
-        ):
+        with pytest.raises(MisuseError, match="this backward has no weight"):
             loss.backward()
         optimizer.zero_grad()
         _mean(model, _batch(rank(), 1, 3)).backward()  # a step without weights
@@ -306,7 +304,7 @@ def test_a_loss_beside_the_weighted_one_is_refused(api: Api) -> None:
         loss = _mean(model, _batch(rank(), 1, 3))
         both = fullshard.weighted_loss(loss, 2, model)
         aside = model(torch.zeros(1, dtype=torch.long)).sum()  # comes first, as it was made last
-        with pytest.raises(MisuseError, match="begun with another loss that was not weighted"):
+        with pytest.raises(MisuseError, match="another loss that was not weighted"):
             (both + aside).backward()
 
 
@@ -315,9 +313,7 @@ def test_gradients_dropped_in_part_are_refused(api: Api) -> None:
     with _stepping(api) as (model, _):
         _backward(model, 0, 3)
         model[0].weight.grad = None
-        with pytest.raises(
-            StateError, match=r"gradient of 0\.weight was dropped, and that of 1\.weight"
-        ):
+        with pytest.raises(StateError, match=r"0\.weight was dropped, and .*1\.weight"):
             _backward(model, 1, 3)
 
 
@@ -325,9 +321,7 @@ def test_gradients_dropped_in_part_are_refused(api: Api) -> None:
 def test_a_backward_without_weight_before_is_refused(api: Api) -> None:
     with _stepping(api) as (model, _):
         _mean(model, _batch(0, 0, 3)).backward()
-        with pytest.raises(
-            StateError, match=r"0\.weight has a gradient of a backward without weight"
-        ):
+        with pytest.raises(StateError, match=r"0\.weight .*without weight"):
             _backward(model, 1, 3)
 
 
@@ -346,7 +340,7 @@ def test_what_a_backward_that_failed_has_left_is_refused(api: Api, then: str) ->
     with _stepping(api) as (model, optimizer):
         _backward(model, 0, 2 + rank())
         _fail(model)
-        with pytest.raises(StateError, match="an exception has ended the last weighted backward"):
+        with pytest.raises(StateError, match="an exception has ended"):
             _backward(model, 1, 2) if then == "backward" else optimizer.step()
         model.zero_grad()
         _backward(model, 1, 2 + rank())
@@ -369,9 +363,7 @@ def test_gradients_that_one_rank_drops_are_refused_on_all(api: Api) -> None:
         _backward(model, 0, 3)
         if rank() == 0:
             model.zero_grad()
-        with pytest.raises(
-            StateError, match=r"some ranks have dropped the gradient of 0\.weight \(5 par"
-        ):
+        with pytest.raises(StateError, match=r"some ranks .*0\.weight \(5 par"):
             _backward(model, 1, 3)
 
 

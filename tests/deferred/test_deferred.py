@@ -183,15 +183,13 @@ def test_a_construction_that_reads_random_numbers_is_refused() -> None:
             nn.init.zeros_(model.bias)
         return model
 
-    with pytest.raises(UnsupportedError, match="the construction reads a random number"):
+    with pytest.raises(UnsupportedError, match="reads a random number"):
         fullshard.deferred_init(build)
 
 
 def test_a_model_has_its_values_once() -> None:
     model = fullshard.materialize(fullshard.deferred_init(nn.Linear, 2, 3))
-    with pytest.raises(
-        StateError, match="Linear was not built by deferred_init, or has its values"
-    ):
+    with pytest.raises(StateError, match="Linear was not built by deferred_init"):
         fullshard.materialize(model)
 
 

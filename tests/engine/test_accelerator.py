@@ -86,10 +86,8 @@ def test_a_mesh_of_missing_devices_is_refused_before_anything_changes(
         mesh = torch.distributed.DeviceMesh("cuda", [0, 1], _init_backend=False, _rank=0)
         with pytest.raises(api.errors.MeshError) as refused:
             getattr(api, face)(model, **{option: mesh})
-    assert str(refused.value) == (
-        f"{mesh} is a mesh of type 'cuda', but this process has no accelerator. Build the mesh with "
-        "init_device_mesh('cpu', ...)."
-    )
+    for fact in (f"{mesh} is", "no accelerator", "init_device_mesh('cpu', ...)"):
+        assert fact in str(refused.value)
     assert (type(model), dict(model.named_parameters())) == before
     assert not any(module._forward_pre_hooks for module in model.modules())
 

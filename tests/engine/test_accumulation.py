@@ -159,29 +159,19 @@ def test_last_backward_flag_does_not_change_the_sum(api: Api) -> None:
     assert_gradients_are_parts_of(model, full_gradients(alone))
 
 
+@pytest.mark.parametrize("setter", ["set_requires_all_reduce", "set_requires_gradient_sync"])
 @on_ranks(4)
-def test_all_reduce_over_replicas_can_wait_for_the_last_microbatch(api: Api) -> None:
+def test_reductions_on_two_axes_can_wait_for_the_last_microbatch(api: Api, setter: str) -> None:
     model, alone = _sharded(api, mesh=mesh_of(2, 2))
     for _ in range(2):
         for index in range(3):
             batch = make_batch(16, seed=index)
             mean_square(alone(batch)).backward()
-            model.set_requires_all_reduce(requires_all_reduce=index == 2)
+            getattr(model, setter)(index == 2)
             mean_square(model(my_part(batch))).backward()
         assert_gradients_are_parts_of(model, full_gradients(alone))
         model.zero_grad()
         alone.zero_grad()
-
-
-@on_ranks(4)
-def test_unsynchronised_microbatches_on_two_axes(api: Api) -> None:
-    model, alone = _sharded(api, mesh=mesh_of(2, 2))
-    for index in range(3):
-        batch = make_batch(16, seed=index)
-        mean_square(alone(batch)).backward()
-        model.set_requires_gradient_sync(requires_gradient_sync=index == 2)
-        mean_square(model(my_part(batch))).backward()
-    assert_gradients_are_parts_of(model, full_gradients(alone))
 
 
 @pytest.mark.ours("Gloo has no premultiplied sum")

@@ -201,7 +201,7 @@ def test_one_of_several_modules_sharded_together_is_not_copied(api: Api) -> None
     model = mlp(4)
     api.fully_shard([model[1], model[2]])
     api.fully_shard(model)
-    with pytest.raises(AssertionError, match="sharded together with modules outside it"):
+    with pytest.raises(AssertionError, match="sharded together"):
         copy.deepcopy(model[1])
     _assert_still_trains(model)
 
@@ -273,7 +273,7 @@ def test_part_that_uses_a_parameter_of_another_unit_is_not_copied(api: Api) -> N
     model = mlp()
     model[2][0].weight = model[0][0].weight
     _shard(api, model)
-    with pytest.raises(AssertionError, match="weight, which a module outside it manages"):
+    with pytest.raises(AssertionError, match="weight, which a module outside"):
         copy.deepcopy(model[2])
     _assert_still_trains(model)
 

@@ -27,9 +27,8 @@ def test_description_names_every_unit_and_the_comm_path(api: Api) -> None:
     assert [name for name, *_ in units] == ["0", "1", "2"]
     for _, place, dtypes, _ in units:
         assert place.startswith(f"    mesh shard 2; {api.name.replace('_', ' ')}")
-        assert dtypes.startswith(
-            "    parameters float32 -> bfloat16; gradients reduced in float32, summed in float32; "
-        )
+        for fact in ("float32 -> bfloat16", "reduced in float32", "summed in float32"):
+            assert fact in dtypes
 
 
 @on_ranks(2)
@@ -49,16 +48,16 @@ def test_description_says_what_is_direct_and_what_is_packed(api: Api) -> None:
     *_, line = str(description).splitlines()
     if api.name == "peer_memory":
         assert (unit.direct, unit.packed) == (("weight", "bias"), ())
-        assert line.startswith("    direct 2 (read in place), packed 0; ")
+        assert "direct 2 (read in place), packed 0" in line
     else:  # one call for many small parameters beats many calls
         assert (unit.direct, unit.packed) == (("weight",), ("bias",))
-        assert line.startswith("    direct 1, packed 1; ")
+        assert "direct 1, packed 1" in line
 
 
 @on_ranks(4)
 def test_description_shows_both_axes(api: Api) -> None:
     model = api.fully_shard(mlp(), mesh=mesh_of(2, 2))
-    assert "    mesh replicate 2 x shard 2; " in str(api.describe(model))
+    assert "replicate 2 x shard 2" in str(api.describe(model))
 
 
 @on_ranks(2)
@@ -119,7 +118,7 @@ def test_description_says_that_the_program_ends_backward(api: Api) -> None:
         model.set_manual_backward_finalization(True)
         description = api.describe(model)
         assert description.manual_finalization
-        assert "; backward is ended by finalize_backward()" in str(description).splitlines()[0]
+        assert "finalize_backward()" in str(description).splitlines()[0]
         model.set_manual_backward_finalization(False)
         assert "finalize_backward" not in str(api.describe(model))
         model(make_batch(16)).sum().backward()

@@ -155,10 +155,10 @@ def test_a_step_after_an_exception_works() -> None:
 def test_ranks_whose_memory_cannot_be_opened_say_so() -> None:
     group = dist.group.WORLD
     with _peers(NoPeers()):
-        with pytest.raises(CommError, match=r"cannot open a peer's test memory: invalid device"):
+        with pytest.raises(CommError, match="invalid device"):
             select.select_comm(group, torch.device("cpu"), CommChoice.PEER_MEMORY)
         comm = select.select_comm(group, torch.device("cpu"), CommChoice.AUTO)
-    assert comm.name.startswith("process group (gloo); no peer memory: rank ")
+    assert "no peer memory: rank " in comm.name
 
 
 @on_ranks(2)
@@ -166,7 +166,7 @@ def test_a_rank_with_a_gpu_of_its_own_gets_the_process_group() -> None:
     cuda = torch.device("cuda", 0)
     with _peers(HostPeers()), mock.patch.object(select, "_share_a_gpu", return_value=False):
         comm = select.select_comm(dist.group.WORLD, cuda, CommChoice.AUTO)
-    assert comm.name == "process group (gloo); no two ranks share a GPU"
+    assert "no two ranks share a GPU" in comm.name
     with (
         _peers(HostPeers()),
         mock.patch.object(select, "_share_a_gpu", return_value=True),

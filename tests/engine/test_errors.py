@@ -110,7 +110,7 @@ def test_scalar_parameter_is_refused(api: Api) -> None:
     model[1].register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
     with pytest.raises(ValueError, match=r"scalar parameters.*scale") as caught:
         api.fully_shard(model)
-    assert "1D tensor with numel equal to 1" in str(caught.value)
+    assert "1D tensor" in str(caught.value)
     assert type(model) is nn.Sequential
 
 
@@ -156,7 +156,7 @@ def test_module_that_has_run_cannot_go_below_another_root(api: Api, first: str) 
     other = shared if first == "alone" else api.fully_shard(nn.Sequential(shared))
     other(make_batch(16))
     root = api.fully_shard(nn.Sequential(nn.Linear(16, 16), shared))
-    with pytest.raises(RuntimeError, match=r"already been lazily initialized for 1\n") as caught:
+    with pytest.raises(RuntimeError, match=r"initialized for 1\n") as caught:
         root(make_batch(16))
     if not api.is_torch:
         why = "a root of its own" if first == "alone" else "as a part of another root"
@@ -253,7 +253,7 @@ def test_a_parameter_that_cannot_be_sharded_is_named_by_its_path(api: Api) -> No
     model[1][0].weight = nn.Parameter(torch.randn(4, 4).t())
     with pytest.raises(NotImplementedError, match=r"non-contiguous .*Sequential: 1\.0\.weight"):
         api.fully_shard(model)
-    with pytest.raises(AssertionError, match=r"Shard dim 1 .*Linear: bias.*Choose a dim from 0"):
+    with pytest.raises(AssertionError, match=r"dim 1 .*Linear: bias.*dim from 0"):
         api.fully_shard(model[0], shard_placement_fn=lambda _: Shard(1))
     assert type(model) is nn.Sequential
     assert not isinstance(model[0].weight, DTensor)

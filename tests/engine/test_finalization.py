@@ -195,9 +195,9 @@ def test_nothing_may_run_before_the_reduction_was_waited_for(api: Api) -> None:
     for step in range(2):
         backward(model, batches(step)[0])
         handle = model.finalize_backward(async_op=True)
-        with pytest.raises(RuntimeError, match="must be waited on before forward"):
+        with pytest.raises(RuntimeError, match="before forward"):
             backward(model, batches(step)[1])
-        with pytest.raises(RuntimeError, match="must be waited on before finalizing backward"):
+        with pytest.raises(RuntimeError, match="before finalizing backward"):
             model.finalize_backward()
         handle.wait()
         sums_alone(alone, batches(step)[:1])
@@ -293,11 +293,11 @@ def test_finalizing_needs_the_root_and_the_mode(api: Api) -> None:
     assert model.finalize_backward() is None  # before the first forward: nothing to do
     model.finalize_backward(async_op=True).wait()
     backward(model, batches()[0])
-    with pytest.raises(RuntimeError, match="finalize_backward must be called on the root"):
+    with pytest.raises(RuntimeError, match=r"finalize_backward .*root"):
         model[1].finalize_backward()
-    with pytest.raises(RuntimeError, match="must be called on the root"):
+    with pytest.raises(RuntimeError, match="on the root"):
         model[1].set_manual_backward_finalization(True)
-    with pytest.raises(RuntimeError, match="cannot change mode after backward starts"):
+    with pytest.raises(RuntimeError, match="after backward starts"):
         model.set_manual_backward_finalization(False)
     model.finalize_backward()
     model.set_manual_backward_finalization(False)
@@ -316,7 +316,7 @@ def test_a_module_below_the_root_may_not_ask_for_it_before_the_first_forward(api
         api.fully_shard(layer)
     api.fully_shard(model)
     model[0].set_manual_backward_finalization(True)
-    with pytest.raises(RuntimeError, match="must be called on the root"):
+    with pytest.raises(RuntimeError, match="on the root"):
         backward(model, batches()[0])
 
 
@@ -341,7 +341,7 @@ def test_finalizing_during_backward_is_refused(api: Api) -> None:
             seen.append(str(error.value))
 
     backward(model, batches()[0])
-    assert "must be called after backward completes" in seen[0]
+    assert "after backward completes" in seen[0]
     assert "cannot change mode" in seen[1]
     model.finalize_backward()
 

@@ -67,8 +67,7 @@ def test_forward_of_the_module_that_makes_it(api: Api) -> None:
         fullshard.debug(nan=True),
         pytest.raises(
             StateError,
-            match=rf"in forward, rank {rank()}, the output of 1\.1 \(_Logs\) has 0 NaN and 8 infinite of 8 .* "
-            r"Its inputs \(largest values 0\), parameters and buffers are finite",
+            match=rf"forward, rank {rank()}, .*1\.1 \(_Logs\) has 0 NaN and 8 infinite of 8 .*largest values 0",
         ),
     ):
         model(torch.ones(2, 4))
@@ -83,7 +82,7 @@ def test_backward_of_the_module_that_makes_it(api: Api) -> None:
         out = model(torch.ones(2, 4))
         with pytest.raises(
             StateError,
-            match=r"in backward, rank \d, the gradient of an input of 1\.1 \(_Divides\), made in that",
+            match=r"backward, rank \d, .* an input of 1\.1 \(_Divides\)",
         ):
             out.sum().backward()
 
@@ -93,15 +92,13 @@ def test_the_loss_the_data_and_parameters(api: Api) -> None:
     model = _model(api, nn.Tanh())
     with fullshard.debug(nan=True):
         loss = model(torch.ones(2, 4)).mul(0.0).abs().sqrt().sum()
-        with pytest.raises(StateError, match=r"gradient of the output of 3 .* such as the loss"):
+        with pytest.raises(StateError, match=r"the output of 3 .*loss"):
             loss.backward()
-        with pytest.raises(StateError, match=r"of 0\.0 \(FSDP\w*|Linear\).* input 0 has 8 NaN"):
+        with pytest.raises(StateError, match=r"of 0\.0 .*input 0 has 8 NaN"):
             model(torch.full((2, 4), float("nan")))
         with torch.no_grad():
             model[2][0].bias.fill_(float("inf"))
-        with pytest.raises(
-            StateError, match=r"output of 2\.0 \(Linear\) .* Its bias has 0 NaN and 4 inf"
-        ):
+        with pytest.raises(StateError, match=r"output of 2\.0 .*bias has 0 NaN and 4 inf"):
             model(torch.ones(2, 4))
 
 
@@ -127,9 +124,7 @@ def test_a_gradient_of_a_parameter_alone(api: Api) -> None:
     model = _model(api, Scales())
     with fullshard.debug(nan=True):
         out = model(torch.ones(2, 4, requires_grad=True))
-        with pytest.raises(
-            StateError, match=r"the gradient of 1\.1\.scale has 0 NaN and 4 infinite"
-        ):
+        with pytest.raises(StateError, match=r"1\.1\.scale has 0 NaN and 4 inf"):
             out.sum().backward()
 
 

@@ -267,7 +267,7 @@ def test_method_to_register_must_exist_on_a_unit(api: Api) -> None:
     api.register_fsdp_forward_method(model, "encode")
     assert "encode" not in vars(model)  # no unit: nothing to gather
     api.fully_shard(model)
-    with pytest.raises(ValueError, match="does not have a method generate"):
+    with pytest.raises(ValueError, match="method generate"):
         api.register_fsdp_forward_method(model, "generate")
 
 
@@ -469,6 +469,6 @@ def test_reset_drops_sums_that_were_not_all_reduced(api: Api, moment: str) -> No
 def test_reset_is_for_the_root(api: Api) -> None:
     model, alone = sharded_mlp(api)
     assert_train_alike(alone, model)
-    with pytest.raises(RuntimeError, match="reset_iter_state must be called on the root"):
+    with pytest.raises(RuntimeError, match=r"reset_iter_state .*root"):
         model[1].reset_iter_state()
     assert_train_alike(alone, model)

@@ -659,7 +659,7 @@ def test_experts_on_a_smaller_mesh_are_different_in_each_group(api: Api) -> None
     optimizers = [SGD(each.parameters(), lr=0.5) for each in (model, *pairs)]
     for step in range(3):
         # Tokens of all four ranks would need another divisor, and nothing tells which of it is.
-        unsaid = pytest.warns(UserWarning, match=r"divided by 2, .* other units .* divide by 4")
+        unsaid = pytest.warns(UserWarning, match=r"divided by 2, .*divide by 4")
         with unsaid if step == 0 and not api.is_torch else contextlib.nullcontext():
             out = model(my_part(batch))
         mean_square(out).backward()
@@ -722,7 +722,7 @@ def test_parameters_of_one_group_of_ranks_share_one_mesh_info(api: Api) -> None:
     def place(parameter: nn.Parameter) -> Any:
         return _kinds(api).ShardPlacementResult(None, kind(mesh, shard_mesh_dim=0))
 
-    with pytest.raises(ValueError, match="must use the same FSDPMeshInfo object"):
+    with pytest.raises(ValueError, match="same FSDPMeshInfo"):
         api.fully_shard(model, mesh=mesh, shard_placement_fn=place)
     if not api.is_torch:
         assert type(model) is _Mixture
@@ -747,7 +747,7 @@ def test_setter_for_one_mesh_is_refused_where_there_are_several(api: Api, setter
     info = _kinds(api).HSDPMeshInfo(mesh_of(2, 1), shard_mesh_dim=1, replicate_mesh_dim=0)
     place = _expert_placements(api, model, info)
     api.fully_shard(model, mesh=mesh_of(2), shard_placement_fn=place)
-    with pytest.raises(ValueError, match="not supported with multiple param groups"):
+    with pytest.raises(ValueError, match="multiple param groups"):
         getattr(model, setter)(lambda *args: None)
 
 

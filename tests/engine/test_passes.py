@@ -54,27 +54,18 @@ class Branches(nn.Module):
 # Several passes
 
 
+@pytest.mark.parametrize("num_backwards", [1, 2])
 @pytest.mark.parametrize("reshard", [None, True, False])
 @on_ranks(2)
-def test_several_forwards_before_one_backward(api: Api, reshard: bool | None) -> None:
-    model, first, second = mlp(), make_batch(16), make_batch(16, seed=8)
-    alone = copy.deepcopy(model)
-    (mean_square(alone(first)) + mean_square(alone(second))).backward()
-    _shard(api, model, reshard_after_forward=reshard)
-    loss = mean_square(model(my_part(first))) + mean_square(model(my_part(second)))
-    loss.backward()
-    assert_gradients_are_parts_of(model, full_gradients(alone))
-
-
-@pytest.mark.parametrize("reshard", [None, True, False])
-@on_ranks(2)
-def test_one_backward_after_another_for_several_forwards(api: Api, reshard: bool | None) -> None:
+def test_several_forwards_before_backward(
+    api: Api, reshard: bool | None, num_backwards: int
+) -> None:
     model, first, second = mlp(), make_batch(16), make_batch(16, seed=8)
     alone = copy.deepcopy(model)
     (mean_square(alone(first)) + mean_square(alone(second))).backward()
     _shard(api, model, reshard_after_forward=reshard)
     losses = [mean_square(model(my_part(batch))) for batch in (first, second)]
-    for loss in losses:
+    for loss in losses if num_backwards == 2 else [losses[0] + losses[1]]:
         loss.backward()
     assert_gradients_are_parts_of(model, full_gradients(alone))
 
@@ -537,40 +528,23 @@ def test_evaluation_sees_the_optimizer_step(api: Api) -> None:
             torch.testing.assert_close(model(batch), alone(batch), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("besides", ["evaluation before backward", "dropped loss", "eval mode"])
 @on_ranks(2)
-def test_evaluation_between_forward_and_backward(api: Api) -> None:
+def test_what_runs_besides_a_step_leaves_its_gradients(api: Api, besides: str) -> None:
     model, batch = mlp(), make_batch(16)
     expected = gradients_alone(model, batch)
     _shard(api, model)
-    for _ in range(2):
+    model.train(besides != "eval mode")
+    for _ in range(3):
+        if besides == "dropped loss":
+            model(my_part(batch))
         loss = mean_square(model(my_part(batch)))
-        with torch.no_grad():
-            model(make_batch(16, seed=9))
+        if besides == "evaluation before backward":
+            with torch.no_grad():
+                model(make_batch(16, seed=9))
         loss.backward()
         assert_gradients_are_parts_of(model, expected)
         model.zero_grad()
-
-
-@on_ranks(2)
-def test_forward_whose_loss_is_dropped(api: Api) -> None:
-    model, batch = mlp(), make_batch(16)
-    expected = gradients_alone(model, batch)
-    _shard(api, model)
-    for _ in range(3):
-        model(my_part(batch))
-        mean_square(model(my_part(batch))).backward()
-        assert_gradients_are_parts_of(model, expected)
-        model.zero_grad()
-
-
-@on_ranks(2)
-def test_eval_mode_trains_too(api: Api) -> None:
-    model, batch = mlp(), make_batch(16)
-    expected = gradients_alone(model, batch)
-    _shard(api, model)
-    model.eval()
-    mean_square(model(my_part(batch))).backward()
-    assert_gradients_are_parts_of(model, expected)
 
 
 @on_ranks(2)

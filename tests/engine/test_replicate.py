@@ -97,18 +97,18 @@ def test_copy_is_replicated_too(api: Api) -> None:
 @ours_only
 @on_ranks(2)
 def test_module_is_either_sharded_or_replicated(api: Api) -> None:
-    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+    with pytest.raises(RuntimeError, match="by `fully_shard`"):
         fullshard.replicate(api.fully_shard(mlp()))
-    with pytest.raises(RuntimeError, match="already managed by `replicate`"):
+    with pytest.raises(RuntimeError, match="by `replicate`"):
         api.fully_shard(fullshard.replicate(mlp()))
-    with pytest.raises(AssertionError, match="can only be applied to a module once"):
+    with pytest.raises(AssertionError, match="applied to a module once"):
         fullshard.replicate(fullshard.replicate(mlp()))
 
 
 @ours_only
 @on_ranks(2)
 def test_mesh_has_one_dim_and_nothing_to_shard_over(api: Api) -> None:
-    with pytest.raises(ValueError, match="replicate expects a 1D DeviceMesh"):
+    with pytest.raises(ValueError, match="1D DeviceMesh"):
         fullshard.replicate(mlp(), mesh=mesh_of(1, world_size()))
     mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     with pytest.raises(ValueError, match="requires replicate-only dims"):

@@ -255,7 +255,7 @@ def test_sparse_parameters_are_refused_by_name_and_nothing_is_changed(api: Api, 
             device_id=torch.device("cpu"),
         )
 
-    with pytest.raises(NotImplementedError, match=r"Linear: bad has the layout|1.bad has the"):
+    with pytest.raises(NotImplementedError, match=r"Linear: bad has|1.bad has"):
         shard()
     assert [(type(m), dict(m.__dict__)) for m in model.modules()] == before
     del model[1].bad

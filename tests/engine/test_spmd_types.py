@@ -384,7 +384,7 @@ def test_frozen_parameter_may_be_a_sum_over_other_axes(api: Api) -> None:
 def test_trained_parameter_may_not_be_a_sum_over_other_axes(api: Api) -> None:
     mesh = _mesh(PLAIN)
     model = _make_term(mesh)
-    with pytest.raises(api.errors.ShardingError, match=r"_Term: weight is P on tp"):
+    with pytest.raises(api.errors.ShardingError, match=r"_Term: weight .*P on tp"):
         api.fully_shard(model, mesh=mesh, dp_mesh_dims=_dims(api, mesh))
     assert type(model) is _Term
     assert not isinstance(model.weight, DTensor)

@@ -171,7 +171,7 @@ def test_parameter_added_after_sharding_is_named_once(api: Api, face: str, when:
         _step(model)
     layer.lora_a = nn.Parameter(torch.zeros(2))
     layer.adapter = nn.Linear(2, 2, bias=False)
-    with pytest.warns(UserWarning, match=r"0\.0\.adapter\.weight, 0\.0\.lora_a .*registered after"):
+    with pytest.warns(UserWarning, match=r"0\.0\.adapter\.weight, 0\.0\.lora_a .*registered"):
         _step(model)
     _step(model)
     layer.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
@@ -197,7 +197,7 @@ def test_optimizer_of_a_parameter_that_was_replaced_is_refused(api: Api) -> None
     optimizer.step()
     model[0][0].weight = nn.Parameter(torch.ones(16, 16))
     _step(model)
-    with pytest.raises(RuntimeError, match=r"SGD \(rank \d\) has 0\.0\.weight as before"):
+    with pytest.raises(RuntimeError, match=r"SGD \(rank \d\) has 0\.0\.weight"):
         optimizer.step()
 
 
@@ -213,7 +213,7 @@ def test_optimizer_built_before_sharding_is_refused(api: Api, face: str) -> None
     model = _shard(api, model, face)
     _step(model)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"AdamW .* has 0\.0\.weight, .* before sharding"):
+        with pytest.raises(RuntimeError, match=r"AdamW .* has 0\.0\.weight, .*sharding"):
             optimizer.step()
     torch.optim.AdamW(model.parameters()).step()
 
@@ -260,7 +260,7 @@ def test_unreduced_gradient_from_autograd_is_named(api: Api, face: str) -> None:
     model = _shard(api, mlp(2), face, **keep)
     loss = mean_square(model(my_part(make_batch(16))))
     weight = (model[0] if face == "fully_shard" else model[0].module)[0].weight
-    with pytest.warns(UserWarning, match=r"returns the gradient of 0\.0\.weight .*nothing reduces"):
+    with pytest.warns(UserWarning, match=r"gradient of 0\.0\.weight .*nothing reduces"):
         (grad,) = torch.autograd.grad(loss, weight)
     assert grad.shape == (16, 16)
 

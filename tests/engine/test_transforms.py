@@ -78,40 +78,14 @@ def _check(api: Api, loss: Loss) -> None:
         assert_gradients_are_parts_of(model, expected)
 
 
+@pytest.mark.parametrize("loss", [_jvp, _jvp_of_tangent_alone, _vmap])
 @on_ranks(2)
-def test_jvp_gives_the_gradients_of_the_unwrapped_model(api: Api) -> None:
-    _check(api, _jvp)
-
-
-@on_ranks(2)
-def test_tangents_alone_give_the_gradients_of_the_unwrapped_model(api: Api) -> None:
-    _check(api, _jvp_of_tangent_alone)
-
-
-@on_ranks(2)
-def test_vmap_gives_the_gradients_of_the_unwrapped_model(api: Api) -> None:
-    _check(api, _vmap)
+def test_transforms_give_the_gradients_of_the_unwrapped_model(api: Api, loss: Loss) -> None:
+    _check(api, loss)
 
 
 @pytest.mark.ours("frees the parameters before the second use")
+@pytest.mark.parametrize("loss", [_vjp, _grad, _forward_mode, _double])
 @on_ranks(2)
-def test_vjp_gives_the_gradients_of_the_unwrapped_model(api: Api) -> None:
-    _check(api, _vjp)
-
-
-@pytest.mark.ours("frees the parameters before the second use")
-@on_ranks(2)
-def test_func_grad_gives_the_gradients_of_the_unwrapped_model(api: Api) -> None:
-    _check(api, _grad)
-
-
-@pytest.mark.ours("frees the parameters before the second use")
-@on_ranks(2)
-def test_forward_mode_gives_the_gradients_of_the_unwrapped_model(api: Api) -> None:
-    _check(api, _forward_mode)
-
-
-@pytest.mark.ours("frees the parameters before the second use")
-@on_ranks(2)
-def test_double_differentiation_gives_the_gradients_of_the_unwrapped_model(api: Api) -> None:
-    _check(api, _double)
+def test_a_second_use_gives_the_gradients_of_the_unwrapped_model(api: Api, loss: Loss) -> None:
+    _check(api, loss)

@@ -251,7 +251,7 @@ def test_unused_parameters_are_an_error_on_request(api: Api, needs_grad: bool) -
         both = ("left", "right") if rank() == 0 else ("left",)
         with pytest.raises(
             StateError,
-            match=r"no gradient .*: right\.weight \(ranks \[1\]\), right\.bias \(ranks \[1\]\)\.",
+            match=r": right\.weight \(ranks \[1\]\), right\.bias \(ranks \[1\]\)\.",
         ):
             model(inputs, *both).sum().backward()
         with pytest.raises(StateError, match=r"left\.weight \(ranks \[0, 1\]\)"):
@@ -274,7 +274,7 @@ def test_what_set_unused_cannot_do_is_refused(api: Api) -> None:
     with pytest.raises(ShardingError, match="Sequential is not sharded"):
         fullshard.set_unused(model, "zero")
     api.fully_shard(model, mesh=mesh_of(2))
-    with pytest.raises(ShardingError, match="Pass one of leave, error, zero"):
+    with pytest.raises(ShardingError, match="leave, error, zero"):
         fullshard.set_unused(model, "ignore")
     with pytest.raises(ShardingError, match="Pass 'zero'"):
         fullshard.set_unused(model, "error", may_be_skipped=True)
@@ -291,7 +291,7 @@ def test_a_gradient_that_others_may_have_is_named_where_nobody_tells(api: Api) -
     api.fully_shard(model, mesh=mesh_of(2))
     names = ("left", "right") if rank() == 0 else ("left",)
     if rank() == 1:
-        with pytest.warns(UserWarning, match=r"right\.\w+ got no gradient on rank 1"):
+        with pytest.warns(UserWarning, match=r"right\.\w+ .*no gradient on rank 1"):
             model(torch.ones(2, 4), *names).sum().backward()
     else:
         model(torch.ones(2, 4), *names).sum().backward()

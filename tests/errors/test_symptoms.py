@@ -58,8 +58,8 @@ paths = pytest.mark.parametrize("path", ["auto", "process_group"])
 def test_a_rank_that_is_late_is_named_with_its_last_operation_and_its_line() -> None:
     waiting, _ = endings_of(LATE)
     assert "PeerTimeoutError" in waiting.kinds, waiting.words
-    assert "for rank 1, alive but not here yet" in waiting.text
-    assert "The last that it entered: step 2, backward" in waiting.text
+    assert "rank 1, alive" in waiting.text
+    assert "step 2, backward" in waiting.text
     assert "time.sleep(1000)" in waiting.text  # where it is now, from its stack
     assert "init_process_group(timeout=" in waiting.text
 
@@ -88,7 +88,7 @@ def test_parameters_without_a_gradient_are_named_with_their_rank(path: str, bloc
             for layer in ("up", "down")
             for kind in ("weight", "bias")
         )
-        assert f"No gradient on rank 1, in backward so far: {names}." in ending.text
+        assert f"rank 1, in backward so far: {names}." in ending.text
         assert "set_unused(module, 'zero'" in ending.text
 
 
@@ -119,9 +119,9 @@ def test_parameters_of_several_dtypes_share_a_unit(api: Api, face: str) -> None:
 
 @on_ranks(2)
 def test_a_flat_parameter_of_several_dtypes_is_refused_with_both_names(api: Api) -> None:
-    with pytest.raises(ShardingError, match="Must flatten tensors with uniform dtype") as caught:
+    with pytest.raises(ShardingError, match="uniform dtype") as caught:
         shard(api, "flat", Mixed())
-    assert "Block: layer.weight and Block: layer.bias differ" in as_one(caught)
+    assert "layer.weight and Block: layer.bias" in as_one(caught)
     assert "Pass use_orig_params=True" in as_one(caught)
 
 
@@ -178,8 +178,8 @@ def test_a_module_of_a_sharded_weight_is_named_below_pytorchs_error(api: Api, fa
         inside(model).embed(TOKENS)
     said = explain_sharded_use(caught.value)
     assert said is not None
-    assert said.startswith("fullshard: embed.weight: sharded at that moment")
-    assert "Embedding.forward ran, and not the forward of the sharded module" in said
+    assert said.startswith("fullshard: embed.weight: ")
+    assert "Embedding.forward ran" in said
     assert "fullshard.gathered(weight)" in said
 
 
@@ -239,7 +239,7 @@ def test_a_freed_weight_that_was_kept_is_named(api: Api, face: str) -> None:
         with pytest.raises(StateError) as caught:
             tensor.sum()
         said = as_one(caught)
-        assert said.startswith(f"{subject}.layer.weight was kept while its module was resharded")
+        assert said.startswith(f"{subject}.layer.weight was kept")
         assert "or keep weight.detach().clone()" in said
 
 
@@ -265,14 +265,14 @@ def test_a_weight_tied_across_wrappers_is_refused_with_all_its_names(api: Api, f
     with pytest.raises(ShardingError) as caught:
         shard(api, face, model, auto_wrap_policy=policy)
     said = as_one(caught)
-    assert said.startswith("embed.weight and head.weight are one parameter")
-    assert "Wrap the modules that share it together, in one instance" in said
-    assert "let the policy leave out embed, head" in said
+    assert said.startswith("embed.weight and head.weight ")
+    assert "in one instance" in said
+    assert "leave out embed, head" in said
     assert type(model.embed) is nn.Embedding
     # By hand, one wrapper after the other: the second one does not see where the first one is.
     wrap = functools.partial(api.FullyShardedDataParallel, use_orig_params=face == "orig")
     model.embed = wrap(model.embed)
-    with pytest.raises(ShardingError, match="Linear: weight is weight of Embedding, the param"):
+    with pytest.raises(ShardingError, match="Linear: weight is weight of Embedding"):
         wrap(model.head)
     twice = Net()
     twice.blocks[1] = twice.blocks[0]
@@ -296,14 +296,13 @@ def _policies(api: Api, classes: set[Any]) -> list[Any]:
 def test_a_class_that_the_model_lacks_is_answered_with_those_it_has(api: Api) -> None:
     for policy in _policies(api, {nn.TransformerEncoderLayer}):
         said = (
-            "Net has no module of class TransformerEncoderLayer, so all of it is one instance, "
-            "gathered as a whole. It has: Block (2), Linear (3), Embedding (1)."
+            r"class TransformerEncoderLayer, .* It has: Block \(2\), Linear \(3\), Embedding \(1\)"
         )
-        with pytest.warns(UserWarning, match=re.escape(said)):
+        with pytest.warns(UserWarning, match=said):
             shard(api, "orig", Net(), auto_wrap_policy=policy)
     for policy in _policies(api, {"Blok"}):
         model = Net()
-        with pytest.raises(ShardingError, match="'Blok' is no class of modules") as caught:
+        with pytest.raises(ShardingError, match="'Blok' is no class") as caught:
             shard(api, "orig", model, auto_wrap_policy=policy)
         assert "Block (2)" in as_one(caught)
         assert "The closest is Block." in as_one(caught)
@@ -326,7 +325,7 @@ def test_a_scalar_parameter_is_refused_by_its_path(api: Api, face: str) -> None:
     with pytest.raises(ShardingError, match="doesn't support scalar parameters") as caught:
         shard(api, face, model)
     assert "Block: scale" in as_one(caught)
-    assert "Change scale to a 1D tensor with numel equal to 1" in as_one(caught)
+    assert "Change scale to a 1D tensor" in as_one(caught)
 
 
 # 11  Shard(1) not divisible
@@ -338,8 +337,8 @@ def test_a_size_that_cannot_be_divided_is_named_with_its_parameter(api: Api) -> 
     with pytest.raises(UnsupportedError) as caught:
         shard(api, "fully_shard", model, shard_placement_fn=lambda _: Shard(1))
     said = as_one(caught)
-    assert "dim 1: Net: embed.weight, (12, 7) over 2 ranks" in said
-    assert "Shard dim 0, where any size works" in said
+    assert "Net: embed.weight, (12, 7) over 2 ranks" in said
+    assert "Shard dim 0" in said
     shard(api, "fully_shard", model)
     step(model)
 
@@ -410,8 +409,8 @@ def test_a_module_that_recomputes_something_else_is_named_below_pytorchs_error(
     said = explain_recomputation(caught.value)
     assert said is not None
     assert said.startswith("fullshard: recomputed was blocks.1.module (F")  # a class of ours
-    assert "its parameters were whole then, as in forward" in said
-    assert "layer (Linear): 3x8 of float32; in forward 6x8 of float32 came there" in said
+    assert "whole then, as in forward" in said
+    assert "layer (Linear): 3x8 of float32; in forward 6x8" in said
     assert "set_checkpoint_debug_enabled(True)" in said
 
 
@@ -486,15 +485,17 @@ def test_what_does_not_fit_a_checkpoint_is_listed_by_kind(
     with pytest.raises(CheckpointError, match="does not fit") as caught:
         api.load_checkpoint(tmp_path / "saved", shard(api, face, Renamed()))
     said = as_one(caught)
-    assert (
-        'the checkpoint lacks (allow=["missing"] leaves them as they are): 3 model/lm_head' in said
-    )
-    assert 'nothing takes (allow=["unexpected"] leaves them out): 1 model/head.weight' in said
-    assert "Perhaps renamed: model/head.weight -> model/lm_head.weight Load the" in said
+    for fact in (
+        'lacks (allow=["missing"]',
+        ": 3 model/lm_head",
+        'nothing takes (allow=["unexpected"]',
+        ": 1 model/head.weight",
+        "renamed: model/head.weight -> model/lm_head.weight",
+    ):
+        assert fact in said
     with pytest.raises(CheckpointError) as caught:
         api.load_checkpoint(tmp_path / "saved", shard(api, face, Net(tied=True)))
-    expected = "several in the checkpoint: 1 model/embed.weight and model/head.weight"
-    assert expected in as_one(caught)
+    assert ": 1 model/embed.weight and model/head.weight" in as_one(caught)
 
 
 # 15  optimizer couldn't be switched / references no FSDP params
@@ -519,7 +520,7 @@ def test_an_optimizer_from_before_sharding_is_refused_with_its_parameters(
     step(model)
     with pytest.raises(StateError, match=r"blocks\.0\.layer\.weight") as caught:
         optimizer.step()
-    assert "Build the optimizer from model.parameters() after sharding" in as_one(caught)
+    assert "from model.parameters() after sharding" in as_one(caught)
 
 
 @on_ranks(2)
@@ -549,10 +550,10 @@ def test_one_ranks_shards_are_told_from_whole_tensors(api: Api, face: str, tmp_p
         if rank() == 0:
             torch.save({n: t.detach() for n, t in shards.items()}, tmp_path / "shards.pt")
         dist.barrier()
-        with pytest.raises(CheckpointError, match="As one rank's shard, it seems") as caught:
+        with pytest.raises(CheckpointError, match="one rank's shard") as caught:
             api.load_checkpoint(tmp_path / "shards.pt", shard(api, face, Net()))
         assert "model/head.weight: (" in as_one(caught)
-        assert "save state_dict() of the outermost module" in as_one(caught)
+        assert "state_dict() of the outermost module" in as_one(caught)
     if face != "fully_shard":  # pieces of one flat buffer
         with pytest.warns(UserWarning, match="the pieces of Linear's parameters"):
             inside(model).head.state_dict()
@@ -563,7 +564,7 @@ def test_one_ranks_shards_are_told_from_whole_tensors(api: Api, face: str, tmp_p
             lambda: api.save_checkpoint(tmp_path / "part", inside(model).head),
             lambda: api.export_hf(inside(model).head, tmp_path / "hf"),
         ):
-            with pytest.raises(CheckpointError, match="ranks hold arbitrary pieces of it"):
+            with pytest.raises(CheckpointError, match="arbitrary pieces"):
                 save()
         assert [*tmp_path.glob("part*"), *tmp_path.glob("hf*")] == []
     state = model.state_dict()
@@ -587,7 +588,7 @@ def test_what_is_on_meta_is_named_with_the_step_that_was_missed(api: Api, face: 
         step(model)
     said = as_one(caught)
     assert f"['embed.weight', 'head.weight'] in root (rank {rank()})" in said
-    assert "Call model.to_empty(device='cpu'), then initialise every value" in said
+    assert "to_empty(device='cpu'), then initialise" in said
     model.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -602,7 +603,7 @@ def test_buffers_on_meta_are_named(api: Api, face: str) -> None:
     inside(inside(model).blocks[1]).register_buffer("scale", torch.ones(8, device="meta"))
     with pytest.raises(StateError, match=r"on meta device: blocks\.1\.scale \(rank") as caught:
         step(model)
-    assert "Call model.to_empty(device='cpu') and compute their values" in as_one(caught)
+    assert "to_empty(device='cpu') and compute" in as_one(caught)
     inside(inside(model).blocks[1]).scale = torch.ones(8)
     step(model)
 
@@ -611,7 +612,7 @@ def test_buffers_on_meta_are_named(api: Api, face: str) -> None:
 def test_what_an_init_function_leaves_on_meta_is_named(api: Api) -> None:
     model = Net()
     model.blocks[0].to("meta")
-    with pytest.raises(StateError, match=r"param_init_fn .* left on the meta device") as caught:
+    with pytest.raises(StateError, match=r"param_init_fn .*meta device") as caught:
         shard(api, "orig", model, param_init_fn=lambda _: None)
     assert "layer.weight, layer.bias" in as_one(caught)
 
@@ -632,7 +633,6 @@ def test_a_parameter_added_after_sharding_is_named(api: Api, face: str) -> None:
 def test_generation_on_one_rank_is_named_on_both(path: str) -> None:
     for ending in endings_of(Plan("generate", path)):
         assert "DivergenceError" in ending.kinds, ending.words
-        assert "rank 1 ran root (evaluation)" in ending.text
         assert "rank 0 ran nothing more; rank 1 ran root (evaluation)" in ending.text
 
 
@@ -640,7 +640,7 @@ def test_a_collective_on_one_rank_is_named_on_both_with_its_line() -> None:
     for ending in endings_of(Plan("barrier", "auto")):
         assert "DivergenceError" in ending.words
         assert re.search(r"rank 1: in torch\.distributed's barrier .*job\.py:\d+", ending.words)
-        assert "Let every rank make the same calls in the same order" in ending.words
+        assert "the same calls in the same order" in ending.words
 
 
 # 21  only floating tensors can require grad (4-bit)
@@ -670,7 +670,7 @@ def test_frozen_integer_weights_are_sharded(api: Api) -> None:
     block.layer.requires_grad_(requires_grad=False)
     with pytest.raises(ShardingError, match="Cannot flatten integer dtype tensors") as caught:
         api.FullyShardedDataParallel(block)
-    assert "Block: codes is torch.uint8. Pass use_orig_params=True, or ignore it" in as_one(caught)
+    assert "codes is torch.uint8. Pass use_orig_params=True" in as_one(caught)
 
 
 # 22  'Tensor' object has no attribute 'full_tensor'
@@ -703,7 +703,7 @@ def test_clipping_stops_every_rank_where_one_has_a_nan(api: Api, face: str) -> N
     model = shard(api, face, Net())
     scale = torch.tensor(float("nan") if rank() == 1 else 1.0)
     (model(TOKENS).mean() * scale).backward()
-    with pytest.raises(StateError, match=r"norm of order 2\.0 is nan. Look for the first loss"):
+    with pytest.raises(StateError, match=r"norm of order 2\.0 is nan"):
         api.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 
@@ -711,9 +711,9 @@ def test_clipping_stops_every_rank_where_one_has_a_nan(api: Api, face: str) -> N
 def test_the_module_and_rank_that_made_a_nan_are_named_on_every_rank(path: str) -> None:
     other, maker = endings_of(Plan("nan", path))
     assert "StateError" in maker.kinds, maker.words
-    made = "Not finite first: in forward, rank 1, the output of blocks.1.up (Linear) has"
+    made = "in forward, rank 1, the output of blocks.1.up (Linear) has"
     assert made in maker.text
-    assert "parameters and buffers are finite, so it is computed there" in maker.text
+    assert "parameters and buffers are finite" in maker.text
     assert made in other.words
 
 
@@ -736,7 +736,7 @@ def test_a_load_says_what_it_restored_and_refuses_what_it_lacks(
     loaded = api.load_checkpoint(tmp_path / "all", fresh, moments)
     assert loaded.num_tensors == 3 * len(Net().state_dict())  # values and two moments of each
     assert loaded.left_out == ()
-    with pytest.raises(CheckpointError, match=r"the checkpoint lacks .*: 1\n    optimizer"):
+    with pytest.raises(CheckpointError, match=r"lacks .*: 1\n    optimizer"):
         api.load_checkpoint(tmp_path / "model", fresh, moments)
     loaded = api.load_checkpoint(tmp_path / "model", fresh, moments, allow=["missing"])
     assert loaded.left_out == ("optimizer",)

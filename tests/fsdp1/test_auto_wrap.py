@@ -214,7 +214,7 @@ def test_policies_of_pytorch_serve_as_well(policy: Any) -> None:
 
 
 def test_custom_policy_refuses_other_answers() -> None:
-    with pytest.raises(ShardingError, match=r"for blocks.0 \(Block\) it returned 'yes'"):
+    with pytest.raises(ShardingError, match=r"blocks.0 \(Block\) .*'yes'"):
         _auto_wrap(Model(), CustomPolicy(lambda m: "yes" if isinstance(m, Block) else False))
 
 
@@ -232,9 +232,7 @@ def test_wrapped_module_inside_is_refused_before_anything_changes(policy: Any) -
     model = Model()
     model.blocks[1] = Unit(model.blocks[1])
     before = repr(model)
-    with pytest.raises(
-        ValueError, match=r"modules to not already have FSDP applied but found blocks\.1 in"
-    ):
+    with pytest.raises(ValueError, match=r"FSDP applied but found blocks\.1"):
         _auto_wrap(model, policy)
     assert repr(model) == before
 
@@ -242,7 +240,7 @@ def test_wrapped_module_inside_is_refused_before_anything_changes(policy: Any) -
 def test_recursive_wrap_refuses_what_is_wrapped_unless_ignored() -> None:
     model = nn.Sequential(Unit(nn.Linear(2, 2)), nn.Linear(2, 2))
     run = partial(ours._recursive_wrap, model, ours.always_wrap_policy, Unit)
-    with pytest.raises(AssertionError, match="Child module 0 of Sequential is already wrapped"):
+    with pytest.raises(AssertionError, match="0 of Sequential is already wrapped"):
         run(set(), set())
     assert run({model[0]}, set(), only_wrap_children=True) == (model, 6)
     assert isinstance(model[1], Unit)
@@ -267,9 +265,9 @@ def test_recursive_wrap_needs_policy_and_wrapper(missing: str) -> None:
 
 def test_post_order_apply_checks_what_it_is_given() -> None:
     model = nn.Sequential(nn.Linear(1, 1))
-    with pytest.raises(AssertionError, match=r"fn should return None or an nn.Module but got 5"):
+    with pytest.raises(AssertionError, match=r"nn\.Module but got 5"):
         ours._post_order_apply(model, lambda _: 5)  # type: ignore[arg-type,return-value]
-    with pytest.raises(AssertionError, match="Non-root modules should have their parent"):
+    with pytest.raises(AssertionError, match="Non-root modules"):
         ours._post_order_apply(model, lambda m: m if m is model else None)
 
 
@@ -309,7 +307,7 @@ def test_classes_without_mixed_precision_become_units_of_their_own(policy: Any) 
     precision = MixedPrecision(
         torch.bfloat16, _module_classes_to_ignore=[nn.BatchNorm1d, nn.LayerNorm]
     )
-    with pytest.warns(UserWarning, match="Both mixed .* contains BatchNorm1d, LayerNorm. These"):
+    with pytest.warns(UserWarning, match="mixed .* BatchNorm1d, LayerNorm"):
         _auto_wrap(model, policy, mixed_precision=precision)
     dtypes = {path: kwargs["mixed_precision"] for path, kwargs in _units(model).items()}
     assert dtypes == {
@@ -390,7 +388,7 @@ def test_frozen_parameters_among_others_warn_with_use_orig_params() -> None:
     assert heads == [
         f"blocks.{i} has both parameters with requires_grad=True and False" for i in range(2)
     ]
-    assert "higher than expected (92 numel instead of 52 numel before" in str(caught[0].message)
+    assert "(92 numel instead of 52 numel" in str(caught[0].message)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

@@ -624,9 +624,7 @@ def test_optimizers_of_different_parameters_are_refused_on_every_rank(api: Api) 
     parts = list(model.parameters()) if rank() == 0 else list(model.stem.parameters())
     run = Run(model, AdamW(parts, lr=0.01))
     train(*run)
-    with pytest.raises(
-        RuntimeError, match="requires each rank to have at least the optimizer states needed"
-    ):
+    with pytest.raises(RuntimeError, match="each rank to have at least"):
         _save(api, run)
 
 
@@ -637,7 +635,7 @@ def test_flat_parameter_has_one_step(api: Api, kind: str) -> None:
     run = _run(api)
     state = _save(api, _run(api, use_orig_params=True), kind)
     state["state"]["blocks.0.norm.bias"]["step"] = torch.tensor(7.0)
-    with pytest.raises(ValueError, match="must have scalar state with the same value and dtype"):
+    with pytest.raises(ValueError, match="the same value and dtype"):
         _load(api, run, state, kind)
     # Parameters of their own may differ.
     apart = _run(api, use_orig_params=True)
@@ -658,7 +656,7 @@ def test_state_of_another_shape_is_refused(api: Api, use_orig_params: bool, kind
     state["state"]["blocks.0.wide.weight"] = copy.copy(state["state"]["stem.weight"])
     with (
         quiet(),
-        pytest.raises(ValueError, match=r"blocks.0.wide.weight: the state .* has shape \(6, 7\)"),
+        pytest.raises(ValueError, match=r"blocks.0.wide.weight: .* shape \(6, 7\)"),
     ):
         _load(api, run, state, kind)
     _load(api, run, _save(api, run, kind), kind)
@@ -684,10 +682,10 @@ def test_flat_parameter_takes_all_states_or_none(api: Api, lacks: str) -> None:
 @pytest.mark.parametrize(
     ("optim_input", "error", "match"),
     [
-        (3, TypeError, "should be an iterable of Tensors or dicts"),
+        (3, TypeError, "iterable of Tensors or dicts"),
         ([], ValueError, "should not be empty"),
-        ([3], TypeError, "should be an iterable of Tensors or dicts"),
-        ([{"lr": 0.1}], AssertionError, 'should map "params" to a list'),
+        ([3], TypeError, "iterable of Tensors or dicts"),
+        ([{"lr": 0.1}], AssertionError, 'map "params" to a list'),
     ],
     ids=["number", "empty", "numbers", "no_params"],
 )

@@ -481,7 +481,7 @@ def test_errors_name_keys_as_the_module_does(
     with quiet():
         ours = attempt(model)
     if change == "shape":
-        assert ours.startswith(f"\n\tsize mismatch for {where}: copying a param with shape")
+        assert f"size mismatch for {where}:" in ours
     else:
         assert ours == attempt(net())
     run_step(model)
@@ -527,7 +527,7 @@ def test_local_state_dict_of_another_layout_is_refused(api: Api) -> None:
         pytest.skip("PyTorch: asserts in the middle")
     model = wrap(api, net())
     state = save(api, wrap(api, net().stem), "LOCAL")
-    with pytest.raises(ValueError, match="elements for this rank, which owns"):
+    with pytest.raises(ValueError, match="elements for this rank"):
         load(api, model, state, "LOCAL", strict=False)
 
 

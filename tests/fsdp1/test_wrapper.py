@@ -169,7 +169,7 @@ def test_constructor_refuses_what_torch_refuses(api: Api, case: str) -> None:
 def test_parameter_tied_across_instances_is_refused(api: Api, use_orig_params: bool) -> None:
     model = nn.Sequential(Block(), nn.Linear(5, 6, bias=False))
     model[1].weight = model[0].narrow.weight
-    with pytest.raises(ValueError, match=r"of a nested FSDP instance.*share it together"):
+    with pytest.raises(ValueError, match=r"nested FSDP instance.*together"):
         wrap(api, model, use_orig_params=use_orig_params)
 
 
@@ -294,9 +294,7 @@ def test_misuse_raises_as_in_torch(api: Api, case: str) -> None:
 @on_ranks(4)
 def test_hybrid_strategies_take_no_hook(api: Api, strategy: str) -> None:
     model = wrap(api, net(), strategy, device_mesh=mesh_of(2, 2))
-    with pytest.raises(
-        AssertionError, match=r"Communication hook is (currently )?not supported for hybrid"
-    ):
+    with pytest.raises(AssertionError, match="not supported for hybrid"):
         _use_hook(model, default_hooks.reduce_scatter_hook)
 
 
@@ -304,7 +302,7 @@ def test_hybrid_strategies_take_no_hook(api: Api, strategy: str) -> None:
 @pytest.mark.ours("its nested instances do not notice")
 @on_ranks(2)
 def test_summon_inside_summon_is_refused(api: Api) -> None:
-    with pytest.raises(AssertionError, match="Cannot manually unshard parameters when already"):
+    with pytest.raises(AssertionError, match="Cannot manually unshard"):
         _summon_twice(api)
 
 
@@ -314,7 +312,7 @@ def test_summon_inside_summon_is_refused(api: Api) -> None:
 @on_default_comm
 @on_ranks(1)
 def test_single_rank_shards_nothing_and_says_so(api: Api) -> None:
-    with pytest.warns(UserWarning, match="switching to use `NO_SHARD` instead of"):
+    with pytest.warns(UserWarning, match="to use `NO_SHARD`"):
         model = api.FullyShardedDataParallel(net(), device_id=CPU)
     assert model.sharding_strategy is api.ShardingStrategy.NO_SHARD
     alone = net()
@@ -384,7 +382,7 @@ def test_constructor_s_warnings_name_the_user_s_line(api: Api, message: str) -> 
 @on_default_comm
 @on_ranks(2)
 def test_no_shard_is_deprecated(api: Api) -> None:
-    with pytest.warns(FutureWarning, match="`NO_SHARD` sharding strategy is deprecated"):
+    with pytest.warns(FutureWarning, match="`NO_SHARD` .*deprecated"):
         api.FullyShardedDataParallel(
             net(), device_id=CPU, sharding_strategy=api.ShardingStrategy.NO_SHARD
         )
@@ -395,7 +393,7 @@ def test_no_shard_is_deprecated(api: Api) -> None:
 @on_ranks(2)
 def test_container_without_forward_is_warned_of(api: Api, container: type[nn.Module]) -> None:
     layers = {"a": nn.Linear(4, 4)} if container is nn.ModuleDict else [nn.Linear(4, 4)]
-    with pytest.warns(UserWarning, match="containers that do not implement forward"):
+    with pytest.warns(UserWarning, match="do not implement forward"):
         api.FullyShardedDataParallel(container(layers), device_id=CPU)
 
 
@@ -403,7 +401,7 @@ def test_container_without_forward_is_warned_of(api: Api, container: type[nn.Mod
 @on_ranks(2)
 def test_ignoring_all_is_warned_of(api: Api) -> None:
     model = nn.Linear(4, 4)
-    with pytest.warns(UserWarning, match="Trying to ignore the top-level module"):
+    with pytest.warns(UserWarning, match="ignore the top-level module"):
         wrapped = api.FullyShardedDataParallel(model, device_id=CPU, ignored_modules=[model])
     assert list(wrapped.parameters()) == [model.weight, model.bias]
     run = wrapped(torch.ones(2, 4)).sum()
@@ -414,7 +412,7 @@ def test_ignoring_all_is_warned_of(api: Api) -> None:
 @on_default_comm
 @on_ranks(2)
 def test_units_with_frozen_parameters_are_warned_of(api: Api) -> None:
-    with pytest.warns(UserWarning, match="has both parameters with requires_grad=True and False"):
+    with pytest.warns(UserWarning, match="requires_grad=True and False"):
         api.FullyShardedDataParallel(
             nn.Sequential(_partly_frozen()),
             device_id=CPU,
@@ -703,7 +701,7 @@ def test_whole_gradients_that_are_not_reduced_are_refused(api: Api) -> None:
     with model.no_sync():
         run_step(model, seed=1)
     # Both refuse; PyTorch by an assertion about sizes.
-    with pytest.raises(Exception, match=r"not reduced yet|Expects tensor to be sharded"):
+    with pytest.raises(Exception, match=r"not reduced yet|tensor to be sharded"):
         whole_gradients(api, model)
     if api.is_torch:
         return
@@ -921,7 +919,7 @@ def test_inner_instance_that_ran_first_is_refused(api: Api) -> None:
     model = wrap(api, nn.Sequential(inner, nn.Linear(6, 6)), nested=False)
     with pytest.raises(
         AssertionError if api.is_torch else RuntimeError,
-        match=r"Non-root FSDP instance's|already been lazily initialized",
+        match=r"Non-root FSDP|lazily initialized",
     ):
         model(make_batch(6))
 

@@ -37,9 +37,7 @@ def _model(api: Api) -> Any:
 def test_every_rank_gets_the_first_ones(api: Api) -> None:
     model = _model(api)
     inverse, mask = model[0].inverse, model[0].mask
-    with pytest.raises(
-        StateError, match=r"0\.inverse on ranks \[1\]; 0\.mask on ranks \[1\] differ"
-    ):
+    with pytest.raises(StateError, match=r"0\.inverse on ranks \[1\]; 0\.mask on ranks \[1\]"):
         fullshard.sync_buffers(model, "check")
     assert fullshard.sync_buffers(model) == ["0.inverse", "0.mask"]
     assert model[0].inverse is inverse
@@ -52,12 +50,10 @@ def test_every_rank_gets_the_first_ones(api: Api) -> None:
 @on_ranks(2)
 def test_what_cannot_be_compared_is_refused_on_all(api: Api) -> None:
     model = nn.Sequential(_Rotary())
-    with pytest.raises(
-        StateError, match=r"0\.mask is \(\(3, 3\), .* on rank 0 and \(\(2, 3\), .* rank 1"
-    ):
+    with pytest.raises(StateError, match=r"0\.mask .*\(3, 3\), .* rank 0 .*\(2, 3\), .* rank 1"):
         fullshard.sync_buffers(model)
     model[0].mask = torch.eye(3, device="meta" if rank() else "cpu")
-    with pytest.raises(StateError, match=r"0\.mask on rank 1 are on the meta device"):
+    with pytest.raises(StateError, match=r"0\.mask on rank 1 .*meta device"):
         fullshard.sync_buffers(model)
     with pytest.raises(ShardingError, match="policy is 'send'"):
         fullshard.sync_buffers(model, "send")  # type: ignore[arg-type]

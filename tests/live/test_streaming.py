@@ -142,7 +142,7 @@ def test_what_one_rank_cannot_do_all_refuse(api: Api) -> None:
     model = nn.Linear(3, 4, device="meta" if rank() else "cpu")
     with pytest.raises(StateError, match="meta device"):
         fullshard.iter_full_state(model)
-    with pytest.raises(StateError, match="to_rank is 2, but ranks 0, 1 have this model"):
+    with pytest.raises(StateError, match="to_rank is 2, but ranks 0, 1"):
         fullshard.iter_full_state(net(), to_rank=2)
 
 
@@ -164,7 +164,7 @@ def test_models_of_one_name_on_different_ranks_stay_apart(api: Api) -> None:
     _assert_is_state(weights, own)
     other = 2 - rank() // 2 * 2
     with pytest.raises(
-        StateError, match=f"to_rank is {other}, but ranks {2 - other}, {3 - other} have"
+        StateError, match=f"to_rank is {other}, but ranks {2 - other}, {3 - other} "
     ):
         fullshard.iter_full_state(model, to_rank=other)
 
@@ -194,7 +194,7 @@ def test_values_that_nothing_keeps_equal_are_named_where_they_differ(api: Api) -
     api.fully_shard(model[0], mesh=mesh_of(2))
     with torch.no_grad():
         model[1].bias.fill_(rank())
-    with pytest.warns(UserWarning, match=r"^1.bias: rank 1 has .* whose are given to all"):
+    with pytest.warns(UserWarning, match=r"^1.bias: rank 1 has"):
         found = dict(fullshard.iter_full_state(model))
     assert found["1.bias"].eq(0).all()
 
@@ -253,7 +253,7 @@ def test_a_dict_renames_and_leaves_others_as_they_are(api: Api) -> None:
 @on_ranks(2)
 def test_names_that_become_the_same_are_refused(api: Api) -> None:
     model = sharded(api, "fully_shard")
-    with pytest.raises(ShardingError, match="scale and shift both become x"):
+    with pytest.raises(ShardingError, match=r"scale and shift .*x"):
         fullshard.stream_weights(model, rename=lambda _: "x")
 
 

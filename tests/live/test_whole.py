@@ -178,7 +178,7 @@ def test_inside_a_forward_computes_with_what_is_shown(api: Api, way: str) -> Non
         with torch.no_grad():
             torch.testing.assert_close(model(batch()), alone(batch()), rtol=0, atol=0)
         loss = mean_square(model(batch()))
-        with pytest.raises(StateError, match="inside summon_full_params or full_parameters"):
+        with pytest.raises(StateError, match="inside summon_full_params"):
             loss.backward()
         with pytest.raises(MisuseError, match="Leave the inner"), fullshard.full_parameters(model):
             pass
@@ -196,7 +196,7 @@ def test_part_of_a_model_can_be_whole_while_the_rest_runs(api: Api) -> None:
             assert type(model.blocks[1].wide.weight) is nn.Parameter
             torch.testing.assert_close(model(batch()), alone(batch()), rtol=1e-6, atol=1e-6)
             assert type(model.blocks[1].wide.weight) is nn.Parameter
-    with pytest.raises(UnsupportedError, match="a unit that contains more than this module"):
+    with pytest.raises(UnsupportedError, match="more than this module"):
         fullshard.full_parameters(model.head).__enter__()
 
 
@@ -206,7 +206,7 @@ def test_part_of_a_model_can_be_whole_while_the_rest_runs(api: Api) -> None:
 def test_part_of_a_flat_unit_is_refused(api: Api, way: str) -> None:
     model = sharded(api, way)
     blocks = [m for m in model.modules() if type(m) is Block]
-    with pytest.raises(UnsupportedError, match=r"This Linear is a part of .* Pass that wrapper"):
+    with pytest.raises(UnsupportedError, match=r"Linear is a part of .*Pass that wrapper"):
         fullshard.full_parameters(blocks[0].wide).__enter__()
     for whole in (model, model.module):  # what was wrapped is the wrapper's
         with fullshard.full_parameters(whole):
@@ -428,7 +428,7 @@ def test_state_dicts_where_one_rank_shows_whole_parameters(api: Api, way: str) -
             found = {clean(name): value for name, value in model.state_dict().items()}
             assert_equal({name: found[name] for name in whole}, whole)
         elif way == "flat":
-            with pytest.raises(MisuseError, match="on a rank that shows its flat parameter"):
+            with pytest.raises(MisuseError, match="shows its flat parameter"):
                 model.state_dict()
         else:
             assert model.state_dict()

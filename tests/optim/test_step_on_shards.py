@@ -628,7 +628,7 @@ def test_gradient_that_is_not_sharded_is_refused_before_anything_changes(api: Ap
     model, optimizer = runs[0]
     _backward(model, 1)
     model[2].weight.grad = torch.ones(model[2].weight.shape)
-    with pytest.raises(fullshard.StateError, match=r"2\.weight is a DTensor, but its gradient"):
+    with pytest.raises(fullshard.StateError, match=r"2\.weight is a DTensor"):
         optimizer.step()
     assert all(p._local_tensor.grad is None for p in model.parameters())
     model.zero_grad()
@@ -731,7 +731,7 @@ def test_dropped_optimizer_is_freed_at_once() -> None:
 @pytest.mark.parametrize("elementwise", [False, True])
 def test_optimizers_that_need_whole_parameters_are_refused(name: str, elementwise: bool) -> None:
     optimizer = getattr(optim, name)([nn.Parameter(torch.ones(2, 2))])
-    with pytest.raises(fullshard.ShardingError, match=f"{name} cannot step on shards alone: it "):
+    with pytest.raises(fullshard.ShardingError, match=f"{name} cannot step on shards"):
         fullshard.step_on_shards(optimizer, elementwise=elementwise)
     assert type(optimizer) is getattr(optim, name)
 
@@ -758,7 +758,7 @@ class Sign(Optimizer):
 def test_unknown_optimizers_are_taken_when_told_that_they_are_elementwise(api: Api) -> None:
     model = _sharded(api)
     optimizer = Sign(model.parameters())
-    with pytest.raises(fullshard.ShardingError, match="Sign is not known to be elementwise"):
+    with pytest.raises(fullshard.ShardingError, match=r"Sign .*elementwise"):
         fullshard.step_on_shards(optimizer)
     optimizer = fullshard.step_on_shards(optimizer, elementwise=True)
     before = local(model[0].weight).detach().clone()
@@ -780,5 +780,5 @@ def test_what_autograd_is_to_record_is_refused() -> None:
 def test_replaced_step_is_refused() -> None:
     optimizer = optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(fullshard.StateError, match="right after the optimizer is made"):
+    with pytest.raises(fullshard.StateError, match="right after the optimizer"):
         fullshard.step_on_shards(optimizer)

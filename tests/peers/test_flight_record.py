@@ -40,8 +40,8 @@ def test_second_of_two_ranks_refuses_before_it_moves_anything_and_first_while_it
     with pytest.raises(DivergenceError) as waiting:
         one.compare()
     for error in (late, waiting):
-        assert "ranks 10, 12: before the first step: a: reduce-scatter (64" in str(error.value)
-        assert "rank 11: before the first step: b: reduce-scatter (64" in str(error.value)
+        assert "ranks 10, 12: before the first step: a: " in str(error.value)
+        assert "rank 11: before the first step: b: " in str(error.value)
 
 
 def test_another_size_of_the_same_unit_is_refused() -> None:

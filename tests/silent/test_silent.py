@@ -146,7 +146,7 @@ def test_tied_weights_of_an_uneven_vocabulary_are_trained_on_all_ranks(
     for part in (theirs.embed, theirs.body, theirs.head, theirs):
         TORCH.fully_shard(part, mesh=mesh_of(4))
     if is_pinned:
-        with pytest.raises(ValueError, match=r"head\.weight' is shared with a parameter already"):
+        with pytest.raises(ValueError, match=r"head\.weight' is shared"):
             theirs(tokens[rank()])
 
 
@@ -310,7 +310,7 @@ def test_parameters_that_nobody_wrote_after_meta_are_refused(api: Api) -> None:
     with torch.no_grad():
         for parameter in (model[0].weight, model[0].bias, model[1].weight):
             parameter.data.fill_(1.0)  # past version counters, as many initialisers do
-    with pytest.raises(StateError, match=r"^1\.bias \(rank \d\): to_empty\(\) has given it memory"):
+    with pytest.raises(StateError, match=r"^1\.bias \(rank \d\): to_empty\(\)"):
         model(torch.ones(2, 4))
     with torch.no_grad():
         model[1].bias.fill_(0.0)
@@ -345,7 +345,7 @@ def test_a_loss_that_reads_a_weight_outside_its_module_is_right_or_named(api: Ap
     assert_equal(full_gradients(model), wanted, rtol=1e-5, atol=1e-6)
 
     model = build(api)
-    with pytest.warns(UserWarning, match=r"^1\.weight: a gradient comes .* fullshard\.gathered"):
+    with pytest.warns(UserWarning, match=r"^1\.weight: .* fullshard\.gathered"):
         (model(own) @ model[1].weight.full_tensor().T).square().mean().backward()
 
     theirs = build(TORCH)
@@ -366,7 +366,7 @@ def test_experts_that_divide_by_fewer_ranks_are_named(api: Api) -> None:
         implementation.fully_shard(model[1], mesh=mesh["shard"])  # an expert of two ranks
         implementation.fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
         if implementation is api:
-            named = pytest.raises(UserWarning, match=r"1 \(rank \d\): .* 2 times too large")
+            named = pytest.raises(UserWarning, match=r"1 \(rank \d\): .* 2 times")
             with named, _strict():
                 model(torch.ones(2, 4))
             model[1].set_gradient_divide_factor(4)
@@ -541,9 +541,7 @@ def test_optimizer_state_whose_precision_depends_on_the_mesh_is_named(api: Api) 
         return optimizer.state[model.weight]["momentum"]._local_tensor
 
     assert type(stepped(api, 2, 1)) is _LowBit
-    with pytest.warns(
-        UserWarning, match=r"keeps the state of weight in torch.float32, .* 3072 of 6144"
-    ):
+    with pytest.warns(UserWarning, match=r"state of weight in torch.float32, .* 3072 of 6144"):
         assert type(stepped(api, 2)) is Tensor
     assert type(stepped(TORCH, 2, 1)) is _LowBit
     assert type(stepped(TORCH, 2)) is Tensor  # without a word
@@ -573,7 +571,7 @@ def test_an_optimizer_that_needs_whole_parameters_is_named(api: Api, flat: bool)
     with quiet():
         wrapped = api.FullyShardedDataParallel(nn.Linear(5, 3), use_orig_params=not flat)
     (said,) = norms(wrapped)
-    assert "takes dot products over all parameters" in said
+    assert "dot products" in said
     assert (
         "a flat parameter is this rank's part" if flat else "weight is this rank's part"
     ) in said

@@ -112,6 +112,6 @@ def test_what_owners_have_comes_first_and_all_ranks_agree(seed: int) -> None:
 @on_ranks(3)
 def test_a_rank_without_state_of_what_it_owns_is_named_on_all_ranks() -> None:
     has = {0, 1} if rank() == 1 else {0, 1, 4}
-    with pytest.raises(StateError, match=r"rank 1 has none of layers\.4\.weight\. Give") as raised:
+    with pytest.raises(StateError, match=r"rank 1 has none of layers\.4\.weight") as raised:
         agree(adam(has, owned={0, 1, 4}), NAMES, None)
     assert "rank 0 has" not in str(raised.value)
