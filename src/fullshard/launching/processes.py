@@ -21,6 +21,7 @@ import torch.distributed as dist
 from fullshard.local_ranks import LAUNCHER_PID, threads_for
 
 END_S = 2.0  # between the request to end and the kill
+_DIE_S = 30.0  # after the kill
 _READ_NBYTES = 1 << 16
 _CONNECT = datetime.timedelta(
     seconds=10
@@ -99,7 +100,8 @@ class Process:
     def kill(self) -> None:
         """End it, and all that it started, however it has ended itself."""
         self.signal(signal.SIGKILL)
-        self._popen.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that its kernel does not let go
+            self._popen.wait(_DIE_S)
 
 
 def wait_for_end(processes: Collection[Process], within_s: float) -> bool:
