@@ -25,8 +25,9 @@ def option(help_text: str, *, panel: str) -> Any:
     return typer.Option(help=help_text, rich_help_panel=panel)
 
 
-def flag(name: str, help_text: str, *, panel: str) -> Any:
-    return typer.Option(name, help=help_text, rich_help_panel=panel)
+def flag(name: str, help_text: str, *, panel: str | None = None) -> Any:
+    """Declare an option that takes no value: it has no --no- form, and its help names no type."""
+    return typer.Option(name, help=help_text, rich_help_panel=panel, metavar="")
 
 
 def import_path(help_text: str) -> Any:
@@ -77,8 +78,9 @@ def _parameters_of(options: type) -> list[inspect.Parameter]:
             kind, default = list[str], None
         if default is None:
             kind = kind | None
-        if kind is bool:  # without the --no- form
+        if kind is bool:  # as `flag`
             info.param_decls = info.param_decls or (f"--{field.name.replace('_', '-')}",)
+            info.metavar = ""
         parameter = inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
