@@ -32,10 +32,10 @@ except SystemExit as end:
     [
         "--help",
         "--version",
-        "train --help",
+        "train -h",
         "report --help",
         "ckpt --help",
-        "ckpt diff --help",
+        "ckpt diff -h",
         "export --help",
         "doctor --help",
         "launch --help",

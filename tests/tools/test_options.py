@@ -259,4 +259,5 @@ def test_help_shows_examples_and_exit_codes() -> None:
     words = " ".join(said.replace("│", " ").split())
     assert "each rank would hold a whole model's gradients" in words
     assert "for tiny 400" in words
+    assert "--tie-embeddings Embedding and head" in words  # a flag has no <bool>
     assert "Exit codes" in said

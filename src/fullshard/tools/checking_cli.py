@@ -148,7 +148,7 @@ def replay(
     rank: Annotated[
         int | None, typer.Option(help="The rank whose part is replayed. Default: all.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
     """Run a recorded step again, and name the first module whose output differs.
 

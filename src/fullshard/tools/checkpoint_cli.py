@@ -14,6 +14,8 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from fullshard.tools.cli_options import flag
+
 app = typer.Typer(
     name="ckpt",
     help="Look into checkpoints, check, compare and convert them. No ranks, model or GPU are needed.",
@@ -55,12 +57,10 @@ class Ways(NamedTuple):
 
 _Path = Annotated[str, typer.Argument(help="What to read.", metavar="PATH")]
 _Target = Annotated[str, typer.Argument(help="The folder to write.", metavar="TARGET")]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-_Weights = Annotated[
-    bool, typer.Option("--weights-only", help="Leave out optimizers and extra state.")
-]
+_Json = Annotated[bool, flag("--json", "Print one JSON object.")]
+_Weights = Annotated[bool, flag("--weights-only", "Leave out optimizers and extra state.")]
 _Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace what is there, once the new one is complete.")
+    bool, flag("--overwrite", "Replace what is there, once the new one is complete.")
 ]
 _Ranks = Annotated[
     int, typer.Option(help="Divide files as this many ranks would have written them.", min=1)
@@ -76,7 +76,7 @@ _Ranks = Annotated[
 )
 def inspect(
     path: _Path,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    tensors: Annotated[bool, flag("--tensors", "List every tensor.")] = False,
     as_json: _Json = False,
 ) -> None:
     """Say what is in a checkpoint: step, tensors, optimizers, files. Reads no tensor."""
@@ -221,7 +221,7 @@ def prune(
     keep_every: Annotated[
         int | None, typer.Option(help="Those of steps that this divides stay as well.", min=1)
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed.")] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Say what would be removed.")] = False,
     as_json: _Json = False,
 ) -> None:
     """Remove complete checkpoints but the newest. Not while a job writes to the folder."""

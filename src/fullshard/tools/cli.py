@@ -28,6 +28,7 @@ import typer
 
 from fullshard.tools.checking_cli import REPLAY_EXAMPLES, VERIFY_EXAMPLES, replay, verify
 from fullshard.tools.checkpoint_cli import app as checkpoint_app
+from fullshard.tools.cli_options import flag
 from fullshard.tools.exits import Exit
 from fullshard.tools.launch_cli import LAUNCH_EXAMPLES, launch
 from fullshard.tools.train_cli import TRAIN_EXAMPLES, TrainCommand, train
@@ -94,6 +95,7 @@ app = typer.Typer(
     help="Train models larger than one device by sharding them over ranks.",
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},  # of every command
     pretty_exceptions_enable=False,
 )
 app.add_typer(checkpoint_app, name="ckpt")
@@ -110,7 +112,11 @@ def _commands(
     _version: Annotated[
         bool,
         typer.Option(
-            "--version", help="Print the version and exit.", callback=_show_version, is_eager=True
+            "--version",
+            help="Print the version and exit.",
+            metavar="",
+            callback=_show_version,
+            is_eager=True,
         ),
     ] = False,
 ) -> None:
@@ -129,7 +135,7 @@ def doctor(
         float,
         typer.Option(help="Seconds to wait for other ranks, and for each thing tried.", min=1),
     ] = 60.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
     """Examine machines and ranks, and say what to do about what is found.
 
@@ -157,7 +163,7 @@ def migrate_report(
             metavar="MODULE:FUNCTION",
         ),
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
     """Say what a model wrapped with FullyShardedDataParallel would be with fully_shard.
 
@@ -187,7 +193,7 @@ def report(
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the numbers as one JSON object, write nothing.")
+        bool, flag("--json", "Print the numbers as one JSON object, write nothing.")
     ] = False,
 ) -> None:
     """Write one HTML page on a run: timelines, exposed communication, memory, loss, tokens/s.
@@ -212,10 +218,8 @@ def export(
         str | None, typer.Option(help="fp32, bf16 or fp16. Default: as saved, fp32.")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Of a file.", metavar="SIZE")] = "5GB",
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an export that is there.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace an export that is there.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
     """Write the weights of a run as a folder that Transformers loads, with its tokenizer if it has one.
 

@@ -1,17 +1,91 @@
-"""How options of commands are declared: short forms of `typer.Option`."""
+"""Options of a command, declared once: as fields of the dataclass that holds them.
 
-from typing import Any
+@dataclasses.dataclass(frozen=True)
+class Options:
+    seq: int = option_field(256, "Tokens in a sequence.", panel="Text")
+
+@takes(Options)
+def command(context: typer.Context, **options: Any) -> None: ...
+"""
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
+_INFO, _UNTYPED = "typer", "untyped"
+_SAME = object()
+
 
 def option(help_text: str, *, panel: str) -> Any:
+    """Declare an option of a command's own, in an annotation."""
     return typer.Option(help=help_text, rich_help_panel=panel)
 
 
-def flag(name: str, help_text: str, *, panel: str) -> Any:
-    return typer.Option(name, help=help_text, rich_help_panel=panel)
+def flag(name: str, help_text: str, *, panel: str | None = None) -> Any:
+    """Declare an option that takes no value: it has no --no- form, and its help names no type."""
+    return typer.Option(name, help=help_text, rich_help_panel=panel, metavar="")
 
 
 def import_path(help_text: str) -> Any:
     return typer.Option(help=help_text, metavar="MODULE:FUNCTION", rich_help_panel="Program")
+
+
+def option_field(
+    default: Any,
+    help_text: str,
+    *names: str,
+    panel: str,
+    metavar: str | None = None,
+    untyped: Any = _SAME,
+    **facts: Any,
+) -> Any:
+    """Declare a field of a dataclass that is an option as well.
+
+    names: instead of the field's own. untyped: what the command line has in place of the default, such as None
+    for what depends on other options. facts: more of the field's metadata.
+    """
+    info = typer.Option(*names, help=help_text, rich_help_panel=panel, metavar=metavar)
+    untyped = default if untyped is _SAME else untyped
+    return dataclasses.field(default=default, metadata={_INFO: info, _UNTYPED: untyped, **facts})
+
+
+def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of a dataclass, before its own; it receives all of them as keywords."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        *own, _ = inspect.signature(command).parameters.values()
+        arguments = [each for each in own if each.kind is each.POSITIONAL_OR_KEYWORD]
+        parameters = [*arguments, *_parameters_of(options), *own[len(arguments) :]]
+        keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+        command.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def _parameters_of(options: type) -> list[inspect.Parameter]:
+    hints = typing.get_type_hints(options)
+    found = []
+    for field in dataclasses.fields(options):
+        if _INFO not in field.metadata:
+            continue
+        kind, default, info = hints[field.name], field.metadata[_UNTYPED], field.metadata[_INFO]
+        if typing.get_origin(kind) is tuple:
+            kind, default = list[str], None
+        if default is None:
+            kind = kind | None
+        if kind is bool:  # as `flag`
+            info.param_decls = info.param_decls or (f"--{field.name.replace('_', '-')}",)
+            info.metavar = ""
+        parameter = inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[kind, info],
+        )
+        found.append(parameter)
+    return found

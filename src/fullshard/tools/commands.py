@@ -9,11 +9,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fullshard.errors import CheckpointError, MisuseError, StateError
+import fullshard
+from fullshard.errors import CheckpointError, FullshardError, MisuseError, StateError
 from fullshard.local_ranks import LAUNCHER_PID, threads_for
 from fullshard.plan.trace import TraceError
 from fullshard.tools.config import DEFAULT_CACHE, OptionError, TrainConfig
@@ -32,12 +33,14 @@ from fullshard.tools.launch import Ending, Place, launch
 from fullshard.tools.report import compare, metrics_of, write_comparison, write_report
 from fullshard.tools.slurm import variables_of_rank
 
+if TYPE_CHECKING:
+    from torch import nn
+
 
 class Typed(NamedTuple):
-    """A command line of `fullshard train`: all options, the names of those given, and its words."""
+    """A command line of `fullshard train`: options that were given, typed or in a file, and its words."""
 
-    options: dict[str, Any]
-    given: set[str]
+    given: dict[str, Any]
     words: Sequence[str]
     out: Path | None
     resume: Path | None
@@ -71,46 +74,52 @@ def train(typed: Typed, environment: Mapping[str, str], *, as_json: bool) -> Exi
 
 def migrate_report(target: str, environment: Mapping[str, str], *, as_json: bool) -> Exit:
     """Print what the model that MODULE:FUNCTION returns would be with `fully_shard`."""
-    from fullshard.tools.migration import report_on  # the engine, as above
-
-    is_first = True
-    try:
-        place = _place(environment)
-        is_first = place is None or place.rank == 0
-        found = report_on(target, under_torchrun=place is not None)
-    except OptionError as error:
-        return _refuse(error, quiet=not is_first, command="migrate-report")
-    except StateError as error:
-        if is_first:
-            print(f"fullshard migrate-report: {target}: {error}", file=sys.stderr)
-        return Exit.FAILED
-    if is_first:
-        print(json_text(found.as_dict(), indent=2) if as_json else found)
-    return Exit.OK
+    look = fullshard.migrate_report
+    return _look_at_model("migrate-report", target, environment, look, as_json=as_json)
 
 
 def replay(
     folder: Path, target: str, environment: Mapping[str, str], *, rank: int | None, as_json: bool
 ) -> Exit:
     """Replay a recorded step with the model that MODULE:FUNCTION returns, and print what differs first."""
-    from fullshard.tools.replay import replay_step  # the engine, as above
+
+    def look(model: "nn.Module") -> fullshard.Replay:
+        return fullshard.replay(folder, model, rank=rank)
+
+    unusable = (OptionError, MisuseError)  # a rank that was not recorded
+    return _look_at_model("replay", target, environment, look, unusable=unusable, as_json=as_json)
+
+
+def _look_at_model(
+    command: str,
+    target: str,
+    environment: Mapping[str, str],
+    look: Callable[["nn.Module"], "fullshard.MigrationReport | fullshard.Replay"],
+    *,
+    unusable: tuple[type[FullshardError], ...] = (OptionError,),
+    as_json: bool,
+) -> Exit:
+    """Build the model that MODULE:FUNCTION returns, and print what is found in it.
+
+    unusable: what is raised for options that cannot work.
+    """
+    from fullshard.tools.user_model import built_model  # the engine, as above
 
     is_first = True
     try:
         place = _place(environment)
         is_first = place is None or place.rank == 0
-        found = replay_step(folder, target, rank=rank, place=place)
-    except OptionError as error:
-        return _refuse(error, quiet=not is_first, command="replay")
-    except MisuseError as error:
-        return _refuse(OptionError(str(error)), quiet=not is_first, command="replay")
-    except (CheckpointError, StateError) as error:
+        with built_model(target, place, on_cpu=command == "migrate-report") as model:
+            found = look(model)
+    except unusable as error:
+        return _refuse(error, quiet=not is_first, command=command)
+    except StateError as error:
         if is_first:
-            print(f"fullshard replay: {error}", file=sys.stderr)
+            print(f"fullshard {command}: {target}: {error}", file=sys.stderr)
         return Exit.FAILED
     if is_first:
         print(json_text(found.as_dict(), indent=2) if as_json else found)
-    return Exit.OK if found.is_equal else Exit.FAILED
+    return Exit.FAILED if isinstance(found, fullshard.Replay) and not found.is_equal else Exit.OK
 
 
 def report(runs: Sequence[Path], out: Path | None, *, as_json: bool) -> Exit:
@@ -245,16 +254,15 @@ def verify(
 
 
 def _job(typed: Typed, place: Place | None) -> Job:
-    options, out, resume = dict(typed.options), typed.out, typed.resume
+    out, resume = typed.out, typed.resume
     if resume is not None and out is not None and resume != out:
         raise OptionError(
             f"--resume {resume} and --out {out}: a resumed run stays in its folder; leave out --out."
         )
-    if place is not None and options["ranks"] is None:
-        options["ranks"] = place.num_ranks
-    changes = {k: options[k] for k in typed.given & options.keys()}
+    options = changes = typed.given
     if place is not None:
-        changes["ranks"] = place.num_ranks
+        options = {"ranks": place.num_ranks, **options}
+        changes = {**changes, "ranks": place.num_ranks}
     if typed.auto_resume:
         if resume is not None or out is None:
             raise OptionError(
@@ -308,7 +316,7 @@ def _what_is_lost(job: Job) -> str:
     )
 
 
-def _refuse(error: OptionError | TraceError, *, quiet: bool, command: str = "train") -> Exit:
+def _refuse(error: FullshardError, *, quiet: bool, command: str = "train") -> Exit:
     if not quiet:
         for line in str(error).splitlines():
             print(f"fullshard {command}: {line}", file=sys.stderr)

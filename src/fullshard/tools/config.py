@@ -9,36 +9,10 @@ from typing import Any
 from fullshard.errors import FullshardError
 from fullshard.json_files import LARGEST
 from fullshard.models.sizes import SIZES
+from fullshard.tools.cli_options import option_field
 
 DTYPES = ("auto", "fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
-
-# What a resumed run may change without becoming another run. Ranks, batch and accumulation may
-# change together as long as their product, the sequences of a step, stays.
-_FREE_ON_RESUME = frozenset(
-    (
-        *(
-            "steps",
-            "save_every",
-            "keep_checkpoints",
-            "prompt",
-            "sample_length",
-            "temperature",
-            "device",
-        ),
-        "trace_steps",
-        *("val_every", "val_sequences", "log"),
-        *("ranks", "batch", "grad_accum"),
-    )
-)
-
-
-_NOT_NEGATIVE = (
-    *("warmup", "weight_decay", "clip", "save_every", "sample_length", "temperature"),
-    "trace_steps",
-    "val_every",
-)
-
 
 TINY_DEFAULTS: dict[str, Any] = {"steps": 400, "batch": 8, "lr": 1e-2, "warmup": 20}
 """What `--model tiny` learns most from in a minute on two CPU ranks; a matter of its size."""
@@ -52,48 +26,182 @@ class OptionError(FullshardError, ValueError):
     """An option that cannot work; raised before anything is written or started."""
 
 
+def _by_model(name: str, default: float, help_text: str, **facts: Any) -> Any:
+    """Declare an option whose default is another one for the tiny model (`with_defaults`)."""
+    shown = f"{default}, for tiny {TINY_DEFAULTS[name]}"
+    if name == "warmup":
+        shown = f"a tenth of the steps, at most {shown}"
+    help_text = f"{help_text} Default: {shown}."
+    return option_field(default, help_text, panel="Training", untyped=None, **facts)
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides what a run computes. `config.json` holds these fields.
+    """Everything that decides what a run computes: options of `fullshard train`, and fields of `config.json`.
 
     One step trains on `ranks * batch * grad_accum` sequences of `seq` bytes, or of as many tokens of the
     tokenizer. vocab_size: of the model.
+
+    Of a field, least: the smallest value. may_change: whether a resumed run may have another value without
+    becoming another run; ranks, batch and accumulation may change together as long as their product, the
+    sequences of a step, stays.
     """
 
-    model: str = "10m"
-    tie_embeddings: bool = False
-    init_from: str = ""
-    data: tuple[str, ...] = ()
-    text_field: str = ""
-    tokenizer: str = ""
-    end_token: str = ""
-    vocab_size: int = 256
-    val_data: tuple[str, ...] = ()
-    across_documents: bool = False
-    steps: int = 350
-    batch: int = 2
-    seq: int = 256
-    ranks: int = 2
-    device: str = "cpu"
-    dtype: str = "fp32"
-    lr: float = 2e-3
-    min_lr: float = 1e-4
-    warmup: int = 30
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    grad_accum: int = 1
-    activation_checkpointing: bool = False
-    seed: int = 0
-    save_every: int = 100
-    keep_checkpoints: int = 2
-    prompt: str = "def main("
-    sample_length: int = 300
-    temperature: float = 0.9
-    trace_steps: int = 3
-    val_fraction: float = 0.0
-    val_every: int = 50
-    val_sequences: int = 64
-    log: tuple[str, ...] = ()
+    data: tuple[str, ...] = option_field(
+        (),
+        "File or folder of text, JSON lines (.jsonl) or Parquet, or a saved data set; may repeat. "
+        "Default: Python's own library.",
+        panel="Text",
+    )
+    text_field: str = option_field(
+        "",
+        "Where a line of JSON, or a row of a table, holds its text. Default: text.",
+        panel="Text",
+    )
+    tokenizer: str = option_field(
+        "",
+        "File or folder with a tokenizer.json of Hugging Face. Default: none, a token is a byte.",
+        panel="Text",
+        metavar="PATH",
+    )
+    end_token: str = option_field(
+        "",
+        "The token behind each document. Default: what the tokenizer's configuration says.",
+        panel="Text",
+    )
+    across_documents: bool = option_field(
+        False, "Let documents in a sequence see those before them.", panel="Text"
+    )
+    val_data: tuple[str, ...] = option_field(
+        (),
+        "Text to measure the loss on, instead of --val-fraction: one or several.",
+        panel="Text",
+    )
+    val_fraction: float = option_field(
+        0.0, "Of the text, at its end, that is held out to measure the loss on.", panel="Text"
+    )
+    val_every: int = option_field(
+        50,
+        "Steps between measurements; 0: only at the end.",
+        panel="Text",
+        least=0,
+        may_change=True,
+    )
+    val_sequences: int = option_field(
+        64,
+        "Sequences of it that are measured at most, over all ranks.",
+        panel="Text",
+        least=1,
+        may_change=True,
+    )
+    seq: int = option_field(256, "Tokens in a sequence.", panel="Text", least=1)
+    model: str = option_field(
+        "10m",
+        f"Size: {', '.join(SIZES)}. Or the config.json, or the folder, of a model of Transformers.",
+        panel="Model",
+        metavar="SIZE|PATH",
+    )
+    vocab_size: int = option_field(
+        256,
+        "Kinds of tokens that the model tells apart. Default: as many as there are.",
+        panel="Model",
+        untyped=None,
+        least=1,
+    )
+    tie_embeddings: bool = option_field(False, "Embedding and head share a weight.", panel="Model")
+    init_from: str = option_field(
+        "",
+        "Begin with the weights of this folder: a run, one of its checkpoints, or a model's of "
+        "Hugging Face (safetensors).",
+        panel="Model",
+        metavar="DIR",
+    )
+    activation_checkpointing: bool = option_field(
+        False, "Recompute layers in the backward.", panel="Model"
+    )
+    ranks: int = option_field(
+        2,
+        "Local ranks. Default: one per GPU, else 2.",
+        panel="Devices",
+        untyped=None,
+        least=1,
+        may_change=True,
+    )
+    device: str = option_field(
+        "cpu", "auto, cpu or cuda.", panel="Devices", untyped="auto", may_change=True
+    )
+    dtype: str = option_field(
+        "fp32",
+        "auto, fp32, or bf16 (reduced in fp32). auto: bf16 on GPU, fp32 on CPU.",
+        panel="Devices",
+        untyped="auto",
+    )
+    steps: int = _by_model("steps", 350, "Optimizer steps in all.", least=1, may_change=True)
+    batch: int = _by_model("batch", 2, "Sequences per rank and forward.", least=1, may_change=True)
+    grad_accum: int = option_field(
+        1,
+        "Forwards and backwards per step, each reduced, so that gradients stay sharded. "
+        "Reducing once would be faster, by up to a quarter, but each rank would hold a whole "
+        "model's gradients.",
+        panel="Training",
+        least=1,
+        may_change=True,
+    )
+    lr: float = _by_model("lr", 2e-3, "Highest learning rate.")
+    min_lr: float = option_field(
+        1e-4,
+        "Learning rate at the last step. Default: a tenth of --lr, at most 0.0001.",
+        panel="Training",
+        untyped=None,
+    )
+    warmup: int = _by_model("warmup", 30, "Steps of linear rise before the cosine.", least=0)
+    weight_decay: float = option_field(
+        0.1, "AdamW weight decay of matrices.", panel="Training", least=0
+    )
+    clip: float = option_field(
+        1.0, "Largest global gradient norm; 0 for no limit.", panel="Training", least=0
+    )
+    seed: int = option_field(0, "Decides weights, text and sample.", panel="Training")
+    save_every: int = option_field(
+        100,
+        "Steps between checkpoints; 0: only at the end.",
+        panel="Results",
+        least=0,
+        may_change=True,
+    )
+    keep_checkpoints: int = option_field(
+        2, "How many of the newest checkpoints stay.", panel="Results", least=1, may_change=True
+    )
+    prompt: str = option_field(
+        "def main(", "Beginning of the text sample.", panel="Results", may_change=True
+    )
+    sample_length: int = option_field(
+        300,
+        "Tokens to generate at the end; 0 for none.",
+        panel="Results",
+        least=0,
+        may_change=True,
+    )
+    temperature: float = option_field(
+        0.9,
+        "Of the sample; 0 takes the likeliest token.",
+        panel="Results",
+        least=0,
+        may_change=True,
+    )
+    trace_steps: int = option_field(
+        3, "Steps to record for the report; 0 for none.", panel="Results", least=0, may_change=True
+    )
+    log: tuple[str, ...] = option_field(
+        (),
+        "Send each step's numbers there as well: tensorboard, wandb, mlflow, trackio, or a class of "
+        "yours; may repeat.",
+        "--log",
+        "--logger",  # torchrun takes --log for an abbreviation of its own, even behind its program
+        panel="Results",
+        metavar="NAME|MODULE:CLASS",
+        may_change=True,
+    )
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -122,25 +230,11 @@ class TrainConfig:
             # `auto` can be typed, and has become another by now (job.new_job).
             if getattr(self, name) not in choices[1:]:
                 found.append(f"--{name} {getattr(self, name)}: choose from {', '.join(choices)}.")
-        found += [
-            f"{_flag(name)} {getattr(self, name)}: must be at least 1."
-            for name in (
-                "steps",
-                "batch",
-                "seq",
-                "ranks",
-                "grad_accum",
-                "keep_checkpoints",
-                "val_sequences",
-                "vocab_size",
-            )
-            if getattr(self, name) < 1
-        ]
-        found += [
-            f"{_flag(name)} {getattr(self, name)}: must not be negative."
-            for name in _NOT_NEGATIVE
-            if not getattr(self, name) >= 0  # which also refuses nan
-        ]
+        for field in dataclasses.fields(self):
+            value, least = getattr(self, field.name), field.metadata.get("least")
+            if least is not None and not value >= least:  # which also refuses nan
+                limit = "must not be negative" if least == 0 else f"must be at least {least}"
+                found.append(f"{_flag(field.name)} {value}: {limit}.")
         if not 0 <= self.val_fraction < 1:
             found.append(f"--val-fraction {self.val_fraction}: must be from 0 to below 1.")
         if self.val_fraction and self.val_data:
@@ -187,7 +281,7 @@ class TrainConfig:
         both values.
         """
         differing = {k: v for k, v in changes.items() if getattr(self, k) != v}
-        fixed = _describe_changes(self, differing, differing.keys() - _FREE_ON_RESUME)
+        fixed = _describe_changes(self, differing, differing.keys() - _may_change())
         if fixed:
             raise OptionError(
                 f"--resume: this run was started with other options: {fixed}. Leave them out to "
@@ -239,6 +333,12 @@ def is_path(model: str) -> bool:
         return Path(model).is_dir()
     except (OSError, ValueError):  # no name that a file can have
         return False
+
+
+def _may_change() -> set[str]:
+    return {
+        field.name for field in dataclasses.fields(TrainConfig) if field.metadata.get("may_change")
+    }
 
 
 def _flag(name: str) -> str:

@@ -57,7 +57,7 @@ def new_job(
     may_have_begun: bool = False,
     cache: Path = DEFAULT_CACHE,
 ) -> Job:
-    """Prepare a fresh run from its options; `auto` and None become what this machine has.
+    """Prepare a fresh run from options that were given; `auto`, None and none become what this machine has.
 
     may_have_begun: `out` may hold what an attempt without a checkpoint has left, which is written over.
     cache: the folder where tokens are kept. Raises OptionError for options that cannot work and for a folder
@@ -65,13 +65,13 @@ def new_job(
     """
     options = with_defaults(options)
     gpus = num_gpus()
-    device = options["device"]
+    device = options.get("device", "auto")
     if device == "auto":
         device = "cuda" if gpus else "cpu"
-    dtype = options["dtype"]
+    dtype = options.get("dtype", "auto")
     if dtype == "auto":
         dtype = "fp32" if device == "cpu" else "bf16"
-    ranks = options["ranks"]
+    ranks = options.get("ranks")
     if ranks is None:
         # Without a GPU, one: `check_local_ranks` then says what is wrong, and not of `--ranks`.
         ranks = max(1, gpus) if device != "cpu" else _DEFAULT_CPU_RANKS

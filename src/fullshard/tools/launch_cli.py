@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fullshard.tools.cli_options import option
+from fullshard.tools.cli_options import flag, option
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.launchers.request import Request, plain, program_of
@@ -42,9 +42,7 @@ def launch(
     ] = None,
     nodes: Annotated[int, option("Hosts.", panel="Ranks")] = 1,
     ranks_per_node: Annotated[int, option("Ranks of a host: one per GPU.", panel="Ranks")] = 8,
-    on_cpu: Annotated[
-        bool, typer.Option("--cpu", help="Ask for no GPUs.", rich_help_panel="Ranks")
-    ] = False,
+    on_cpu: Annotated[bool, flag("--cpu", "Ask for no GPUs.", panel="Ranks")] = False,
     name: Annotated[str, option("The job's name.", panel="Job")] = "fullshard",
     setup: Annotated[
         str, option("Shell that comes first (slurm, sky, torchrun).", panel="Job")
