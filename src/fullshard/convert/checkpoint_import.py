@@ -1,6 +1,5 @@
 """From any form into ours, divided as for any number of ranks: `convert_checkpoint`."""
 
-import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -13,11 +12,17 @@ from fullshard.checkpoint.manifest import readable
 from fullshard.checkpoint.module_states import MODULE_STATES
 from fullshard.checkpoint.opening import Location, folder_at
 from fullshard.checkpoint.saved_state import SavedState, SavedTensor
-from fullshard.checkpoint.spans import Wanted
 from fullshard.checkpoint.stages import SavedCheckpoint, check_sizes, facts_of_today, manifest_of
 from fullshard.checkpoint.writing import ToWrite, WrittenFiles, write_files
+from fullshard.convert.opening import (
+    Progress,
+    form_of,
+    naming_disk_faults,
+    nbytes_of,
+    open_state,
+    read_box,
+)
 from fullshard.errors import CheckpointError
-from fullshard.offline.opening import Progress, form_of, naming_disk_faults, open_state
 from fullshard.plan.boxes import Cut, box_after, in_rows, whole_box
 from fullshard.state.host_memory import bytes_of
 
@@ -55,7 +60,7 @@ def convert_checkpoint(
         tensors = _kept(state, weights_only)
         draft = folder_at(target).draft(tag := new_tag(), overwrite=overwrite)
         try:
-            copy = _Copy(state, sum(map(_nbytes, tensors.values())), progress)
+            copy = _Copy(state, sum(map(nbytes_of, tensors.values())), progress)
             facts = {name: _facts(tensor, ranks) for name, tensor in tensors.items()}
             written: list[tuple[WrittenFiles, Mapping[str, dict[str, Any]]]] = []
             for rank in range(ranks):
@@ -87,8 +92,7 @@ class _Copy:
         self._lock = threading.Lock()
 
     def data_of(self, item: ToWrite) -> memoryview:
-        part = torch.empty(item.box.shape, dtype=item.view.dtype, device="cpu")
-        self._state.read([Wanted(item.name, item.box, part)])
+        part = read_box(self._state, item.name, item.box)
         with self._lock:
             self._done += item.nbytes
             if self._progress is not None:
@@ -127,7 +131,7 @@ def _items(tensors: Mapping[str, SavedTensor], rank: int, ranks: int) -> Iterato
     for number, (name, tensor) in enumerate(tensors.items()):
         shape = tuple(tensor.shape)
         own = whole_box(shape)
-        if _nbytes(tensor) >= _WORTH_DIVIDING_NBYTES:
+        if nbytes_of(tensor) >= _WORTH_DIVIDING_NBYTES:
             own = box_after(shape, [Cut(0, rank, ranks)])
         elif number % ranks != rank:
             continue
@@ -138,7 +142,7 @@ def _items(tensors: Mapping[str, SavedTensor], rank: int, ranks: int) -> Iterato
 
 
 def _facts(tensor: SavedTensor, ranks: int) -> dict[str, Any]:
-    is_divided = _nbytes(tensor) >= _WORTH_DIVIDING_NBYTES and ranks > 1
+    is_divided = nbytes_of(tensor) >= _WORTH_DIVIDING_NBYTES and ranks > 1
     return {
         "shape": tuple(tensor.shape),
         "dtype": tensor.dtype,
@@ -156,7 +160,3 @@ def _values(state: SavedState, weights_only: bool) -> dict[str, Any]:
     values.setdefault("extra_by_rank", {})
     values.setdefault("metadata", {})
     return values
-
-
-def _nbytes(tensor: SavedTensor) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
