@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from fullshard.checkpoint.opening import Location
 from fullshard.checkpoint.reading import Reader
-from fullshard.checkpoint.saved_state import SavedState, SavedTensor
+from fullshard.checkpoint.saved_state import SavedState
 from fullshard.convert.opening import Progress, form_of, nbytes_of, open_state, read_box
 from fullshard.errors import CheckpointError
 from fullshard.plan.boxes import in_rows, whole_box
@@ -177,7 +178,7 @@ def diff_checkpoints(
     none. Raises CheckpointError if one cannot be read.
     """
     with open_state(first) as one, open_state(second) as two:
-        ours, theirs = _of_sections(one, sections), _of_sections(two, sections)
+        ours, theirs = _by_alias(one, sections), _by_alias(two, sections)
         found = [
             CheckpointDifference(name, "only in the first") for name in ours if name not in theirs
         ]
@@ -185,11 +186,11 @@ def diff_checkpoints(
             CheckpointDifference(name, "only in the second") for name in theirs if name not in ours
         ]
         common = [name for name in ours if name in theirs]
-        total, done = sum(nbytes_of(ours[name]) for name in common), 0
-        for name in common:
-            difference = _tensor_difference(name, one, two, tolerance)
+        sizes = [nbytes_of(one.tensors[ours[name]]) for name in common]
+        total = sum(sizes)
+        for name, done in zip(common, itertools.accumulate(sizes), strict=True):
+            difference = _tensor_difference(name, (one, ours[name]), (two, theirs[name]), tolerance)
             found += [difference] if difference is not None else []
-            done += nbytes_of(ours[name])
             if progress is not None:
                 progress(done, total)
         found += _value_differences(one, two, sections)
@@ -211,10 +212,10 @@ def _checked(state: SavedState) -> Iterator[tuple[str, int, CheckpointError | No
             yield name, box.numel * tensor.dtype.itemsize, fault
 
 
-def _of_sections(state: SavedState, sections: Collection[str]) -> dict[str, SavedTensor]:
-    """Return tensors by all of their names, so that it does not matter which of tied ones is first."""
+def _by_alias(state: SavedState, sections: Collection[str]) -> dict[str, str]:
+    """Return the names of tensors by all of their names, so that it does not matter which of tied ones is first."""
     return {
-        each: tensor
+        each: name
         for name, tensor in state.tensors.items()
         for each in (name, *tensor.aliases)
         if not sections or name.partition("/")[0].partition(".")[0] in sections
@@ -222,17 +223,16 @@ def _of_sections(state: SavedState, sections: Collection[str]) -> dict[str, Save
 
 
 def _tensor_difference(
-    name: str, one: SavedState, two: SavedState, tolerance: float
+    name: str, one: tuple[SavedState, str], two: tuple[SavedState, str], tolerance: float
 ) -> CheckpointDifference | None:
-    own_names = [_first_name(state, name) for state in (one, two)]
-    first, second = one.tensors[own_names[0]], two.tensors[own_names[1]]
+    first, second = (state.tensors[own_name] for state, own_name in (one, two))
     if first.shape != second.shape:
         return CheckpointDifference(name, "shape", str(first.shape), str(second.shape))
     if first.dtype != second.dtype:
         return CheckpointDifference(name, "dtype", str(first.dtype), str(second.dtype))
     count, largest = 0, 0.0
     for box in in_rows(whole_box(first.shape), first.dtype.itemsize, _PART_NBYTES):
-        a, b = read_box(one, own_names[0], box), read_box(two, own_names[1], box)
+        a, b = read_box(*one, box), read_box(*two, box)
         if bytes_of(a) == bytes_of(b):
             continue
         apart = _distance(a, b)
@@ -242,12 +242,6 @@ def _tensor_difference(
     if count == 0:
         return None
     return CheckpointDifference(name, "values", num_elements=count, largest=largest)
-
-
-def _first_name(state: SavedState, name: str) -> str:
-    if name in state.tensors:
-        return name
-    return next(first for first, each in state.tensors.items() if name in each.aliases)
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
