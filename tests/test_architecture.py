@@ -323,7 +323,7 @@ _MOST_LINES = {
     "launching": 650,
     "live": 910,
     "migrate": 985,
-    "models": 1300,
+    "models": 1240,
     "optim": 815,
     "peers": 3005,
     "plan": 1540,
