@@ -16,22 +16,23 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fullshard
-from fullshard.models import model_config
-from fullshard.models.configured import (
-    Continuation,
-    build_from_config,
-    next_token_logits,
-    recompute_layers,
-    sharding_units,
-)
-from fullshard.models.documents import check_causal, check_documents_apart
-from fullshard.models.model_config import (
+from fullshard.models import blueprints
+from fullshard.models.blueprints import (
     ModelConfigError,
     check_trainable,
     config_differences,
     read_model_config,
 )
-from fullshard.models.operations import flops_per_token
+from fullshard.models.configured import (
+    Continuation,
+    build_from_config,
+    check_causal,
+    check_documents_apart,
+    flops_per_token,
+    next_token_logits,
+    recompute_layers,
+    sharding_units,
+)
 from fullshard.models.sizes import LlamaConfig
 from tests.fsdp1.models import quiet
 from tests.harness import mesh_of, on_ranks, rank
@@ -528,7 +529,7 @@ def _no_transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     with monkeypatch.context() as patch:
-        patch.setattr(model_config.importlib, "import_module", absent)
+        patch.setattr(blueprints.importlib, "import_module", absent)
         yield
 
 

@@ -19,11 +19,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fullshard.convert.hf_files import weights_of
 from fullshard.debugging.record import ReplayRecord
 from fullshard.errors import FullshardError
-from fullshard.huggingface.files import weights_of
 from fullshard.json_files import parse_json, read_json
-from fullshard.models.model_config import read_model_config
+from fullshard.models.blueprints import read_model_config
 from fullshard.plan.trace import read_trace
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.config_file import read_options

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fullshard.models.generation import continuation, generate
-from fullshard.models.llama import KeyValueCache, Llama, init_weights
+from fullshard.models.generation import generate
+from fullshard.models.llama import KeyValueCache, Llama, continuation, init_weights
 from fullshard.models.sizes import SIZES, LlamaConfig
 
 TINY = SIZES["tiny"]

@@ -27,6 +27,19 @@ from fullshard.comm.collectives import (
     SymmMemReduceScatter,
 )
 from fullshard.comm.select import set_default_comm
+from fullshard.convert.checkpoint_import import convert_checkpoint
+from fullshard.convert.dcp_export import ExportedState, export_dcp
+from fullshard.convert.hf_export import ExportedWeights, export_hf
+from fullshard.convert.hf_import import LoadedWeights, load_hf
+from fullshard.convert.inspect import (
+    CheckpointDifference,
+    CheckpointSummary,
+    TensorSummary,
+    VerifiedCheckpoint,
+    diff_checkpoints,
+    inspect_checkpoint,
+    verify_checkpoint,
+)
 from fullshard.debugging.comparing import ReplayDifference
 from fullshard.debugging.replaying import Replay, replay
 from fullshard.debugging.switches import debug
@@ -78,8 +91,6 @@ from fullshard.fsdp2.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fullshard.huggingface.exporting import ExportedWeights, export_hf
-from fullshard.huggingface.loading import LoadedWeights, load_hf
 from fullshard.launching.launch import launch
 from fullshard.live.buffers import sync_buffers
 from fullshard.live.ema import EMA
@@ -88,15 +99,6 @@ from fullshard.live.streaming import iter_full_state, stream_weights
 from fullshard.live.whole import full_parameters
 from fullshard.migrate.report import MigrationReport, migrate_report
 from fullshard.migrate.transfer import load_sharded_state, sharded_state
-from fullshard.offline.comparing import (
-    CheckpointDifference,
-    VerifiedCheckpoint,
-    diff_checkpoints,
-    verify_checkpoint,
-)
-from fullshard.offline.converting import convert_checkpoint
-from fullshard.offline.dcp_export import ExportedState, export_dcp
-from fullshard.offline.summary import CheckpointSummary, TensorSummary, inspect_checkpoint
 from fullshard.optim.grad_norm import clip_grad_norm_
 from fullshard.optim.grad_scaler import ShardedGradScaler
 from fullshard.optim.shard_step import step_on_shards

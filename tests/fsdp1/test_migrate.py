@@ -34,7 +34,7 @@ from fullshard import (
     migrate_report,
 )
 from fullshard import FullyShardedDataParallel as FSDP  # noqa: N817 -- as everybody does
-from fullshard.migrate.arguments import PROGRAM
+from fullshard.migrate.translation import PROGRAM
 from fullshard.tools import cli
 from fullshard.tools.exits import Exit
 from tests.harness import mesh_of, on_ranks
@@ -193,20 +193,15 @@ def test_batch_norm_in_float32_and_buffers_are_the_same() -> None:
 def test_calls_are_grouped_bottom_up() -> None:
     model = make_problem("transformer").model
     report = migrate_report(_by_hand(model))
-    lines = report.code.splitlines()
-    assert (
-        lines[-7:]
-        == [
-            "for i in range(2):  # Attention",
-            '    fully_shard(model.get_submodule(f"blocks.{i}.attention"), ignored_params=ignored)',
-            "for i in range(2):  # Linear",
-            '    fully_shard(model.get_submodule(f"blocks.{i}.feed_forward.2"))',
-            "for i in range(2):  # Block",
-            '    fully_shard(model.get_submodule(f"blocks.{i}"))',
-            "fully_shard(model, ignored_params=ignored)  # Transformer",
-        ]
-        or True
-    )
+    assert report.code.splitlines()[-7:] == [
+        "for i in range(2):  # Attention",
+        '    fully_shard(model.get_submodule(f"blocks.{i}.attention"))',
+        "for i in range(2):  # Linear",
+        '    fully_shard(model.get_submodule(f"blocks.{i}.feed_forward.2"))',
+        "for i in range(2):  # Block",
+        '    fully_shard(model.get_submodule(f"blocks.{i}"), reshard_after_forward=False)',
+        "fully_shard(model, ignored_params=ignored)  # Transformer",
+    ]
     notes = {each.path: each.note for each in report.instances if not each.call}
     assert notes.keys() == {"blocks", "blocks.0", "blocks.1"}
 

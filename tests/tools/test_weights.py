@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 import fullshard
-from fullshard.models.hugging_face import config_fields, differences
 from fullshard.models.llama import Llama, init_weights
 from fullshard.models.sizes import SIZES
 from fullshard.tools import cli, commands
@@ -138,7 +137,7 @@ def test_weights_of_another_model_are_refused_before_any_rank_starts(
     assert "config.json is no JSON" in refused(other)
     (other / "config.json").write_text('{"model_type": "bert"}')
     assert "model_type is 'bert'" in refused(other)
-    fields = config_fields(SIZES["tiny"], num_positions=32)
+    fields = SIZES["tiny"].config_fields(seq=32, marks={})
     (other / "config.json").write_text(json.dumps(fields))
     assert "hidden_size is 64, and 384 here" in refused(other)
     assert "tie_word_embeddings is False" in refused(other, "--model", "tiny", "--tie-embeddings")
@@ -178,26 +177,26 @@ def test_weights_without_a_configuration_are_begun_with(tmp_path: Path) -> None:
 
 def test_configurations_are_compared_as_transformers_reads_them() -> None:
     sizes = SIZES["1b"]
-    fields = config_fields(sizes, num_positions=2048)
-    assert differences(sizes, fields) == []
+    fields = sizes.config_fields(seq=2048, marks={})
+    assert sizes.differences(fields) == []
     old = {**fields, "rope_parameters": None, "head_dim": None}
-    assert differences(sizes, old) == []
-    assert differences(sizes, {**old, "rope_theta": 1e4}) == [
+    assert sizes.differences(old) == []
+    assert sizes.differences({**old, "rope_theta": 1e4}) == [
         "rope_theta is 10000.0, and 500000.0 here"
     ]
     scaled = {"rope_type": "llama3", "rope_theta": sizes.rope_theta}
-    assert "scaled" in differences(sizes, {**fields, "rope_parameters": scaled})[0]
-    assert differences(sizes, {**fields, "attention_bias": True, "hidden_act": "gelu"}) == [
+    assert "scaled" in sizes.differences({**fields, "rope_parameters": scaled})[0]
+    assert sizes.differences({**fields, "attention_bias": True, "hidden_act": "gelu"}) == [
         "attention_bias is true, and false here",
         "hidden_act is gelu, and silu here",
     ]
-    assert len(differences(sizes, {"model_type": "llama"})) >= 6
+    assert len(sizes.differences({"model_type": "llama"})) >= 6
 
 
 def test_weights_come_from_runs_and_checkpoints_and_exports(run: Path, tmp_path: Path) -> None:
     checkpoints = run / "checkpoints"
     fullshard.export_hf(
-        checkpoints, tmp_path / "a", config=config_fields(SIZES["tiny"], num_positions=32)
+        checkpoints, tmp_path / "a", config=SIZES["tiny"].config_fields(seq=32, marks={})
     )
     for source, seed in (
         *((run, 2), (checkpoints, 2), (checkpoints / "step-00000001", 1), (tmp_path / "a", 2)),
@@ -213,9 +212,7 @@ def test_a_run_begins_with_an_export_and_becomes_one_for_transformers(tmp_path: 
     model = _model(seed=2)
     with torch.no_grad():
         model.lm_head.weight.zero_()  # then every byte is as likely
-    fullshard.export_hf(
-        model, tmp_path / "a", config=config_fields(SIZES["tiny"], num_positions=32)
-    )
+    fullshard.export_hf(model, tmp_path / "a", config=SIZES["tiny"].config_fields(seq=32, marks={}))
     options = (*TINY, "--steps", "2", "--save-every", "0", "--trace-steps", "0")
     first, second = fullshard_on_ranks(
         2, "train", *options, "--init-from", tmp_path / "a", "--out", tmp_path / "new"

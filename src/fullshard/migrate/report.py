@@ -1,15 +1,31 @@
-"""`migrate_report` says how to shard a `FullyShardedDataParallel` model with `fully_shard`."""
+"""`migrate_report` says how to shard a `FullyShardedDataParallel` model with `fully_shard`, and writes the program."""
 
 import dataclasses
+import itertools
+import math
+import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from fullshard.migrate.arguments import PROGRAM, Translation, translate
-from fullshard.migrate.code import plan_calls, source_code
-from fullshard.migrate.instances import find_instances
+from fullshard.fsdp1.module import FullyShardedDataParallel
+from fullshard.migrate.translation import (
+    PROGRAM,
+    Call,
+    Translation,
+    call_for,
+    policy_expression,
+)
+from fullshard.migrate.wrappers import (
+    Instance,
+    find_instances,
+    mesh_expression,
+    original_path,
+    owner_among,
+)
 
 _WIDTH = 100
 
@@ -78,20 +94,30 @@ def migrate_report(model: nn.Module) -> MigrationReport:
     Changes nothing and communicates nothing. Raises StateError if nothing in the model is wrapped.
     """
     instances = find_instances(model)
-    planned = plan_calls(model, instances)
-    reports = []
-    for instance, call in zip(instances, planned.calls, strict=True):
-        target = f'model.get_submodule("{call.path}")' if call.path else "model"
-        reports.append(
-            InstanceReport(
-                path=instance.path,
-                module_class=f"{instance.kind.__module__}.{instance.kind.__qualname__}",
-                call="" if instance.skipped else call.on(target),
-                note=instance.skipped.value if instance.skipped else "",
-                arguments=translate(instance, call),
-            )
+    meshes = _Variables("mesh", [None if i.skipped else mesh_expression(i) for i in instances])
+    policies = _Variables(
+        "mp_policy", [None if i.skipped else policy_expression(i) for i in instances]
+    )
+    ignored = _ignored_names(model, instances)
+    calls = [
+        call_for(i, mesh=mesh, policy=policy, ignored=_below(i, ignored))
+        for i, mesh, policy in zip(instances, meshes.names, policies.names, strict=True)
+    ]
+    variables = {**meshes.assigned, **policies.assigned}
+    if ignored:
+        variables["ignored"] = f"{{model.get_parameter(name) for name in {_tuple(ignored)}}}"
+    reports = [
+        InstanceReport(
+            path=instance.path,
+            module_class=f"{instance.kind.__module__}.{instance.kind.__qualname__}",
+            call="" if instance.skipped else call.on(_module_at(instance.path)),
+            note=instance.skipped.value if instance.skipped else "",
+            arguments=call.arguments,
         )
-    return MigrationReport(tuple(reports), PROGRAM, source_code(planned, instances))
+        for instance, call in zip(instances, calls, strict=True)
+    ]
+    code = _program(model, list(zip(instances, calls, strict=True)), variables)
+    return MigrationReport(tuple(reports), PROGRAM, code)
 
 
 def _dicts(translations: Sequence[Translation]) -> list[dict[str, Any]]:
@@ -137,3 +163,175 @@ def _bullets(translations: Sequence[Translation]) -> list[str]:
         )
         for each in translations
     ]
+
+
+# What the options of calls name
+
+
+class _Variables:
+    """Variables of the program for the distinct ones of some expressions: name, or name_1, name_2 if several.
+
+    names: of each expression, or None. assigned: expressions by name.
+    """
+
+    def __init__(self, name: str, expressions: Sequence[str | None]) -> None:
+        distinct = [each for each in dict.fromkeys(expressions) if each]
+        names = [f"{name}_{n}" for n in range(1, len(distinct) + 1)]
+        by_expression = dict(zip(distinct, names if len(distinct) > 1 else [name], strict=False))
+        self.names = [by_expression.get(each) if each else None for each in expressions]
+        self.assigned = {name: expression for expression, name in by_expression.items()}
+
+
+def _ignored_names(model: nn.Module, instances: Iterable[Instance]) -> dict[str, nn.Parameter]:
+    """Return the parameters that any instance ignores, by name before wrapping, each once."""
+    ignored = {p for instance in instances for p in instance.wrapper._ignored.params}
+    names: dict[nn.Parameter, str] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter in ignored:
+                names.setdefault(parameter, _joined(original_path(path), name))
+    return {name: parameter for parameter, name in names.items()}
+
+
+def _below(instance: Instance, ignored: Mapping[str, nn.Parameter]) -> list[str]:
+    inside = {p for m in instance.wrapper.modules() for p in m._parameters.values()}
+    return [name for name, parameter in ignored.items() if parameter in inside]
+
+
+# The program
+
+
+def _program(
+    model: nn.Module,
+    calls: Sequence[tuple[Instance, Call]],
+    variables: Mapping[str, str],
+) -> str:
+    """Return the program: imports, variables, then the calls bottom-up, in loops if equal."""
+    body = [_assignment(name, expression) for name, expression in variables.items()]
+    body += [""] if body else []
+    made = sorted((each for each in calls if not each[0].skipped), key=_loop_key)
+    for _, group in itertools.groupby(made, key=_loop_key):
+        body += _loop(list(group))
+    body += _buffer_casts(model)
+    remarks = ["# `model` is as it was before it was wrapped."]
+    if any(instance.is_alone for instance, _ in calls):
+        remarks.append("# As for FULL_SHARD: on one rank, what was asked for is not known.")
+    return "\n".join([*_imports("\n".join(body)), "", *remarks, *body, ""])
+
+
+def _module_at(path: str) -> str:
+    return f'model.get_submodule("{path}")' if path else "model"
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _assignment(name: str, expression: str) -> str:
+    line = f"{name} = {expression}"
+    if len(line) <= _WIDTH or not expression.startswith("MixedPrecisionPolicy("):
+        return line
+    function, fields = line.removesuffix(")").split("(", 1)
+    return "\n".join([f"{function}(", *(f"    {field}," for field in fields.split(", ")), ")"])
+
+
+def _loop_key(
+    each: tuple[Instance, Call],
+) -> tuple[int, str, str, tuple[tuple[str, str], ...], str]:
+    """Return a sort key: bottom-up, and calls that can be one loop next to each other.
+
+    Those of blocks.0 and blocks.1 can, that of blocks.0.norm cannot.
+    """
+    instance, call = each
+    path = re.sub(r"\d+", "#", instance.path)
+    return instance.height, instance.kind.__name__, call.function, call.options, path
+
+
+def _loop(calls: Sequence[tuple[Instance, Call]]) -> list[str]:
+    """Return the lines of one call, or of a loop over the paths of several equal ones."""
+    paths = [instance.path for instance, _ in calls]
+    instance, call = calls[0]
+    remark = f"  # {instance.kind.__name__}"
+    if len(calls) == 1:
+        return [f"{call.on(_module_at(instance.path))}{remark}"]
+    ranges = _ranges(paths)
+    if ranges is None:
+        loop = f"for path in {_tuple(paths)}:{remark}"
+        return [loop, f"    {call.on('model.get_submodule(path)')}"]
+    lines, path, indent = [], instance.path.split("."), ""
+    for (position, numbers), name in zip(ranges.items(), "ijklmn", strict=False):
+        span = f"{numbers[-1] + 1}" if numbers[0] == 0 else f"{numbers[0]}, {numbers[-1] + 1}"
+        lines.append(f"{indent}for {name} in range({span}):")
+        path[position] = f"{{{name}}}"
+        indent += "    "
+    lines[-1] += remark
+    target = f'model.get_submodule(f"{".".join(path)}")'
+    return [*lines, f"{indent}{call.on(target)}"]
+
+
+def _ranges(paths: Sequence[str]) -> dict[int, list[int]] | None:
+    """Return the numbers at each place of the paths, if the paths are all combinations of them.
+
+    For blocks.0 and blocks.1: {1: [0, 1]}. The paths may differ in numbers alone. None if numbers
+    are missing in between, or at more than three places.
+    """
+    columns = list(zip(*(path.split(".") for path in paths), strict=True))
+    differing = {at: set(column) for at, column in enumerate(columns) if len(set(column)) > 1}
+    if not all(part.isdecimal() for parts in differing.values() for part in parts):
+        return None
+    ranges = {at: sorted(map(int, parts)) for at, parts in differing.items()}
+    is_dense = all(r == list(range(r[0], r[-1] + 1)) for r in ranges.values())
+    is_product = math.prod(map(len, ranges.values())) == len(paths)
+    return ranges if is_dense and is_product and len(ranges) <= 3 else None
+
+
+def _buffer_casts(model: nn.Module) -> Iterator[str]:
+    """Yield the lines that cast the buffers that instances cast: all of them, or some by name."""
+    wrappers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, FullyShardedDataParallel)
+    }
+    casts: dict[torch.dtype, list[str]] = {}
+    num_others = 0
+    for path, module in model.named_modules():
+        owner = owner_among(wrappers, path)
+        wrapper = None if owner is None else wrappers[owner]
+        dtype = None
+        if wrapper is not None and module not in wrapper._ignored.modules:
+            dtype = wrapper.mixed_precision.buffer_dtype
+        for name, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_floating_point():
+                continue
+            if dtype is None:
+                num_others += 1
+            else:
+                casts.setdefault(dtype, []).append(_joined(original_path(path), name))
+    if len(casts) == 1 and not num_others:
+        yield "for buffer in model.buffers():"
+        yield "    if buffer.is_floating_point():"
+        yield f"        buffer.data = buffer.to({next(iter(casts))})"
+        return
+    for dtype, names in casts.items():
+        yield f"for name in {_tuple(names)}:"
+        yield f"    model.get_buffer(name).data = model.get_buffer(name).to({dtype})"
+
+
+def _tuple(names: Iterable[str]) -> str:
+    quoted = [f'"{name}"' for name in names]
+    line = f"({', '.join(quoted)}{',' if len(quoted) == 1 else ''})"
+    if len(line) < _WIDTH - 30:
+        return line
+    return "\n".join(["(", *(f"    {name}," for name in quoted), ")"])
+
+
+def _imports(body: str) -> list[str]:
+    """Return the imports of the names that the body uses."""
+    used = set(re.findall(r"\w+", body))
+    ours = ("CPUOffloadPolicy", "MixedPrecisionPolicy", "fully_shard", "replicate")
+    meshes = [name for name in ("DeviceMesh", "init_device_mesh") if name in used]
+    lines = ["import torch"] if "torch" in used else []
+    if meshes:
+        lines.append(f"from torch.distributed.device_mesh import {', '.join(meshes)}")
+    lines.append(f"from fullshard import {', '.join(name for name in ours if name in used)}")
+    return lines

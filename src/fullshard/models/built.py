@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from fullshard.deferred.building import materialize
 from fullshard.models import configured
-from fullshard.models.blueprints import Blueprint, ConfiguredBlueprint, OwnBlueprint
-from fullshard.models.documents import check_causal, check_documents_apart
-from fullshard.models.generation import Step, continuation
-from fullshard.models.llama import Llama, init_weights
-from fullshard.models.operations import flops_per_token
+from fullshard.models.blueprints import Blueprint, ConfiguredBlueprint
+from fullshard.models.generation import Step
+from fullshard.models.llama import Llama, continuation, init_weights
 from fullshard.models.sizes import LlamaConfig
 
 Shard = Callable[[Sequence[nn.Module], nn.Module], None]
@@ -63,8 +61,8 @@ def build(
     recompute: whether layers keep their inputs only, and are computed again in the backward. Raises
     ModelConfigError for a configuration that Transformers cannot build.
     """
-    if isinstance(blueprint, OwnBlueprint):
-        return _build_own(blueprint.config, shard, device=device, seed=seed, recompute=recompute)
+    if isinstance(blueprint, LlamaConfig):
+        return _build_own(blueprint, shard, device=device, seed=seed, recompute=recompute)
     assert isinstance(blueprint, ConfiguredBlueprint)
     model = configured.build_from_config(blueprint.fields, seed=seed)
     if recompute:
@@ -119,10 +117,10 @@ class _Configured:
         return configured.Continuation(self.module).step
 
     def flops_per_token(self, *, seq: int) -> int | None:
-        return flops_per_token(self.module, seq=seq)
+        return configured.flops_per_token(self.module, seq=seq)
 
     def check_causal(self, *, vocab_size: int, device: torch.device) -> None:
-        check_causal(self.module, vocab_size=vocab_size, device=device)
+        configured.check_causal(self.module, vocab_size=vocab_size, device=device)
 
     def check_documents_apart(self, *, vocab_size: int, device: torch.device) -> None:
-        check_documents_apart(self.module, vocab_size=vocab_size, device=device)
+        configured.check_documents_apart(self.module, vocab_size=vocab_size, device=device)

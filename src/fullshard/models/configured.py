@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from fullshard.deferred.building import deferred_init
 from fullshard.errors import FullshardError
-from fullshard.models.evaluating import evaluating
-from fullshard.models.model_config import (
+from fullshard.models.blueprints import (
     ModelConfigError,
     causal_language_models,
     check_trainable,
 )
+from fullshard.models.generation import evaluating
 
 # Numbers of experts, by the names that families have for them.
 _EXPERTS = (
@@ -166,3 +166,116 @@ def only_attends(model: nn.Module) -> bool:
 def has_experts(model: nn.Module) -> bool:
     """Whether layers send each token to some of several experts."""
     return any((getattr(config_of(model), name, None) or 0) > 1 for name in _EXPERTS)
+
+
+# Does a model see what it must not: later tokens, other documents in its row? Measured, not believed. Of families in
+# Transformers, most derive from positions where a document begins, some take positions and do not, and states run
+# through all of a row. Nothing of that is an error there: such a model would learn across documents without a word.
+
+_NUM_FIRST, _NUM_SECOND = 7, 9
+
+
+def check_documents_apart(model: nn.Module, *, vocab_size: int, device: torch.device) -> None:
+    """Raise ModelConfigError if in a packed row a document's logits depend on the one before it.
+
+    Two rows are the same but for their first document. Two forwards without gradients or dropout, on
+    every rank if the model is sharded; nothing is drawn, and modules are left in their modes.
+    """
+    row, other = _rows(vocab_size, device)
+    other[:, _NUM_FIRST:] = row[:, _NUM_FIRST:]
+    positions = torch.cat([torch.arange(n, device=device) for n in (_NUM_FIRST, _NUM_SECOND)])
+    logits = _logits(model, row, positions[None]), _logits(model, other, positions[None])
+    second = [each[:, _NUM_FIRST:] for each in logits]
+    if not _same(model, second[0], second[1]):
+        raise ModelConfigError(
+            f"model_type {config_of(model).model_type!r}: documents in one row are not kept apart. What it "
+            "predicts in the second depends on the first, so it would learn across documents."
+        )
+
+
+def check_causal(model: nn.Module, *, vocab_size: int, device: torch.device) -> None:
+    """Raise ModelConfigError if the logits at a position depend on tokens that come later.
+
+    Two rows differ in their last tokens only; otherwise as `check_documents_apart`.
+    """
+    row, other = _rows(vocab_size, device)
+    other[:, :_NUM_FIRST] = row[:, :_NUM_FIRST]
+    first = [_logits(model, each, None)[:, :_NUM_FIRST] for each in (row, other)]
+    if not _same(model, first[0], first[1]):
+        raise ModelConfigError(
+            f"model_type {config_of(model).model_type!r}: tokens see later ones, so it cannot learn to "
+            "predict the next. Give a causal model."
+        )
+
+
+def _rows(vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return two rows of tokens (1, positions) that differ everywhere."""
+    if vocab_size < 2:
+        raise ModelConfigError(f"vocab_size {vocab_size}: rows of one token cannot differ.")
+    row = torch.arange(_NUM_FIRST + _NUM_SECOND, device=device)[None] * 7 % vocab_size
+    return row, (row + 1 + vocab_size // 3) % vocab_size
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    with evaluating(model):
+        return next_token_logits(model, tokens, positions)
+
+
+def _same(model: nn.Module, one: Tensor, other: Tensor) -> bool:
+    """Whether logits are the same: in every bit, as what is masked counts nothing at all.
+
+    Only what experts compute is rounded differently beside other tokens. There what is less than half
+    of the digits counts as rounding, of a model that only attends: what attention lets through is more.
+    """
+    if torch.equal(one, other):
+        return True
+    if not (has_experts(model) and only_attends(model)):
+        return False
+    allowed = one.abs().max().item() * torch.finfo(one.dtype).eps ** 0.5
+    return (one - other).abs().max().item() <= allowed
+
+
+# How many operations training on a token takes
+
+
+def flops_per_token(model: nn.Module, *, seq: int) -> int | None:
+    """Return the operations of forward and backward for a token, as model FLOPs utilization counts them.
+
+    Six for every weight of a matrix that it is multiplied with, read off the model itself, and for
+    attention 12 x heads x head size x tokens in each layer, tokens being those of a window where a layer
+    has one. None where that does not hold: experts, states, low-rank keys, tensors of other shapes.
+    Source: arXiv 2204.02311, appendix B.
+    """
+    config = config_of(model)
+    if not only_attends(model) or has_experts(model) or getattr(config, "kv_lora_rank", None):
+        return None
+    num_heads = getattr(config, "num_attention_heads", None)
+    tokens = _tokens_attended(config, seq=seq)
+    if num_heads is None or tokens is None:
+        return None
+    weights = 0
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            if param.ndim < 2 or isinstance(module, nn.Embedding):
+                continue  # looked up, or added, not multiplied with
+            if param.ndim > 2 or name != "weight":
+                return None
+            weights += param.numel()
+    head = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return 6 * weights + 12 * num_heads * head * tokens
+
+
+def _tokens_attended(config: Any, *, seq: int) -> int | None:
+    """Return how many tokens a token attends to, over all layers; None if that is not known."""
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if num_layers is None or hasattr(config, "attention_layers"):  # GPT-Neo's own words
+        return None
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = ["sliding_attention" if window else "full_attention"] * num_layers
+    lengths = {"full_attention": seq, "sliding_attention": min(seq, window or seq)}
+    if len(kinds) != num_layers or not set(kinds) <= lengths.keys():
+        return None
+    return sum(lengths[kind] for kind in kinds)

@@ -1,11 +1,10 @@
 """Sample text from a language model, alone or sharded over ranks that all take part."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
-
-from fullshard.models.llama import KeyValueCache, Llama
+from torch import Tensor, nn
 
 Agree = Callable[[Tensor], Tensor]
 """Makes one rank's choice everybody's: takes and returns the chosen tokens (batch, 1)."""
@@ -14,10 +13,16 @@ Step = Callable[[Tensor], Tensor]
 """Takes the next tokens (batch, new) of some sequences and returns their logits (batch, new, vocab)."""
 
 
-def continuation(model: Llama) -> Step:
-    """Return what keeps the keys and values of the tokens that it is given, for some sequences."""
-    caches = [KeyValueCache() for _ in range(model.config.num_layers)]
-    return lambda tokens: model(tokens, caches)
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off, and back afterwards: each module's own mode, as parts may be in another."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _alone(tokens: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ outside, and filled by `init_weights`, whose values do not depend on how it is s
 """
 
 import zlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -283,6 +284,12 @@ class Llama(nn.Module):
         positions: Tensor | None = None,
     ) -> Tensor:
         return self.lm_head(self.model(tokens, caches, positions))
+
+
+def continuation(model: Llama) -> Callable[[Tensor], Tensor]:
+    """Return what keeps the keys and values of the tokens that it is given, for some sequences."""
+    caches = [KeyValueCache() for _ in range(model.config.num_layers)]
+    return lambda tokens: model(tokens, caches)
 
 
 def init_weights(model: Llama, *, seed: int) -> None:

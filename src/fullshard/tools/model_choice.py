@@ -5,8 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fullshard.models.blueprints import Blueprint, ConfiguredBlueprint
-from fullshard.models.model_config import ModelConfigError, check_trainable, read_model_config
+from fullshard.models.blueprints import (
+    Blueprint,
+    ConfiguredBlueprint,
+    ModelConfigError,
+    check_trainable,
+    read_model_config,
+)
 from fullshard.models.sizes import SIZES
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.run_blueprint import blueprint_of

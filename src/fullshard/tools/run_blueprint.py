@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from fullshard.models.blueprints import Blueprint, ConfiguredBlueprint, OwnBlueprint
+from fullshard.models.blueprints import Blueprint, ConfiguredBlueprint
 from fullshard.models.sizes import SIZES, LlamaConfig
 from fullshard.tools.config import TrainConfig
 
@@ -20,4 +20,4 @@ def model_config(config: TrainConfig) -> LlamaConfig:
 
 def blueprint_of(config: TrainConfig, fields: Mapping[str, Any] | None) -> Blueprint:
     """Return what a run's model is built from. fields: of the config.json that --model names, if it does."""
-    return OwnBlueprint(model_config(config)) if fields is None else ConfiguredBlueprint(fields)
+    return model_config(config) if fields is None else ConfiguredBlueprint(fields)

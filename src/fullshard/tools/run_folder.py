@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from fullshard.json_files import Refuse, as_typed, parse_json, read_json, read_text
-from fullshard.models.model_config import read_model_config
+from fullshard.models.blueprints import read_model_config
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.json_text import json_text
 

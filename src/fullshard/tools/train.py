@@ -21,9 +21,8 @@ from torch import Tensor
 
 import fullshard
 from fullshard.errors import AllocationError, FullshardError
-from fullshard.models.evaluating import evaluating
-from fullshard.models.generation import generate
-from fullshard.models.model_config import ModelConfigError
+from fullshard.models.blueprints import ModelConfigError
+from fullshard.models.generation import evaluating, generate
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.job import Job
 from fullshard.tools.launch import STOP_SIGNALS

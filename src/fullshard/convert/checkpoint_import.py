@@ -1,6 +1,5 @@
 """From any form into ours, divided as for any number of ranks: `convert_checkpoint`."""
 
-import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -11,12 +10,18 @@ import torch
 from fullshard.checkpoint.folder import new_tag
 from fullshard.checkpoint.manifest import SavedTensor, readable
 from fullshard.checkpoint.opening import Location, folder_at
-from fullshard.checkpoint.read import SavedState, Wanted
+from fullshard.checkpoint.read import SavedState
 from fullshard.checkpoint.save import SavedCheckpoint, check_sizes, facts_of_today, manifest_of
 from fullshard.checkpoint.values import MODULE_STATES
 from fullshard.checkpoint.write import ToWrite, WrittenFiles, write_files
+from fullshard.convert.opening import (
+    Progress,
+    form_of,
+    naming_disk_faults,
+    open_state,
+    read_box,
+)
 from fullshard.errors import CheckpointError
-from fullshard.offline.opening import Progress, form_of, naming_disk_faults, open_state
 from fullshard.plan.boxes import Cut, box_after, in_rows, whole_box
 from fullshard.state.host_memory import bytes_of
 
@@ -54,7 +59,7 @@ def convert_checkpoint(
         tensors = _kept(state, weights_only)
         draft = folder_at(target).draft(tag := new_tag(), overwrite=overwrite)
         try:
-            copy = _Copy(state, sum(map(_nbytes, tensors.values())), progress)
+            copy = _Copy(state, sum(tensor.nbytes for tensor in tensors.values()), progress)
             facts = {name: _facts(tensor, ranks) for name, tensor in tensors.items()}
             written: list[tuple[WrittenFiles, Mapping[str, dict[str, Any]]]] = []
             for rank in range(ranks):
@@ -86,8 +91,7 @@ class _Copy:
         self._lock = threading.Lock()
 
     def data_of(self, item: ToWrite) -> memoryview:
-        part = torch.empty(item.box.shape, dtype=item.view.dtype, device="cpu")
-        self._state.read([Wanted(item.name, item.box, part)])
+        part = read_box(self._state, item.name, item.box)
         with self._lock:
             self._done += item.nbytes
             if self._progress is not None:
@@ -126,7 +130,7 @@ def _items(tensors: Mapping[str, SavedTensor], rank: int, ranks: int) -> Iterato
     for number, (name, tensor) in enumerate(tensors.items()):
         shape = tuple(tensor.shape)
         own = whole_box(shape)
-        if _nbytes(tensor) >= _WORTH_DIVIDING_NBYTES:
+        if tensor.nbytes >= _WORTH_DIVIDING_NBYTES:
             own = box_after(shape, [Cut(0, rank, ranks)])
         elif number % ranks != rank:
             continue
@@ -137,7 +141,7 @@ def _items(tensors: Mapping[str, SavedTensor], rank: int, ranks: int) -> Iterato
 
 
 def _facts(tensor: SavedTensor, ranks: int) -> dict[str, Any]:
-    is_divided = _nbytes(tensor) >= _WORTH_DIVIDING_NBYTES and ranks > 1
+    is_divided = tensor.nbytes >= _WORTH_DIVIDING_NBYTES and ranks > 1
     return {
         "shape": tuple(tensor.shape),
         "dtype": tensor.dtype,
@@ -155,7 +159,3 @@ def _values(state: SavedState, weights_only: bool) -> dict[str, Any]:
     values.setdefault("extra_by_rank", {})
     values.setdefault("metadata", {})
     return values
-
-
-def _nbytes(tensor: SavedTensor) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize

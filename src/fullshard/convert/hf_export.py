@@ -7,10 +7,11 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,23 +24,27 @@ from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.read import Reader
 from fullshard.checkpoint.save import finish_background
 from fullshard.checkpoint.write import Described, header_of
-from fullshard.errors import CheckpointError
-from fullshard.huggingface.export_folder import (
+from fullshard.convert.export_folder import (
+    Config,
     ExportFolder,
-    PlannedFile,
-    ToExport,
-    index_of,
-    planned_files,
-    size_of,
+    as_json,
+    check_ties,
+    files_beside,
 )
-from fullshard.huggingface.files import INDEX
-from fullshard.huggingface.names import by_new_name, is_wide_float
-from fullshard.huggingface.side_files import Config, check_ties, files_beside
-from fullshard.huggingface.sources import Available, CheckpointSource, ModelSource
+from fullshard.convert.hf_files import INDEX, SECTION, WEIGHTS
+from fullshard.convert.hf_names import by_new_name, is_wide_float, plain_name
+from fullshard.convert.opening import Progress, read_box
+from fullshard.errors import CheckpointError
+from fullshard.plan.boxes import in_rows, whole_box
 from fullshard.plan.units import Rename
+from fullshard.state.copies import numbered_and_compared
+from fullshard.state.gathering import gathered_wholes
+from fullshard.state.holdings import Holding, holdings_of
 from fullshard.state.host_memory import host_bytes
 
-Progress = Callable[[int, int], object] | None
+_BUCKET_NBYTES = 64 << 20
+_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_BINARY_UNITS = {f"{unit}I": 1024**power for power, unit in enumerate("KMGT", 1)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,7 +104,7 @@ def export_hf(
     target = peers.together(lambda: disk_path(path, "an export"))
     if not target.name:
         raise CheckpointError(f"path is {str(path)!r}: name a folder.")
-    source: _Source
+    source: ModelSource | CheckpointSource
     with contextlib.ExitStack() as stack:
         if isinstance(model, nn.Module):
             if key is not None:
@@ -124,11 +129,94 @@ def export_hf(
         return export.run(source, peers)
 
 
-class _Source(Protocol):
-    """Where tensors come from."""
+# Where tensors come from: each source lists them and gives those that are asked for, in host memory and in
+# pieces that follow one another, so that a writer needs a bucket of memory however large the model is.
 
-    def available(self) -> list[Available]: ...
-    def pieces(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+class ModelSource:
+    """A model, sharded in any way; rank 0 writes. Made and used by all ranks."""
+
+    def __init__(self, model: nn.Module, peers: Peers) -> None:
+        held = peers.together(lambda: holdings_of(model))
+        self._by_name: dict[str, Holding] = {}
+        for holding in numbered_and_compared(held, peers.group, taken="exported"):
+            self._by_name.setdefault(plain_name(holding.name), holding)
+
+    def available(self) -> list[Described]:
+        """List the tensors, in the order of modules; a tied one by its first name."""
+        return [Described(name, h.dtype, h.shape) for name, h in self._by_name.items()]
+
+    def tied(self) -> list[set[str]]:
+        """Return the names of each tensor that has several."""
+        names = ({plain_name(name) for name in h.names} for h in self._by_name.values())
+        return [own for own in names if len(own) > 1]
+
+    def pieces(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield whole tensors on rank 0, and nothing on the others. Collective at every step."""
+        held = [self._by_name[name] for name in names]
+        wholes = gathered_wholes(
+            held, None, to_rank=0, bucket_nbytes=_BUCKET_NBYTES, device=torch.device("cpu")
+        )
+        for name, (holding, whole) in zip(names, wholes, strict=True):
+            assert holding is self._by_name[name]
+            if whole is not None:
+                yield name, whole
+
+
+class CheckpointSource:
+    """One model of a checkpoint. reads: whether this rank is to read from it.
+
+    Raises CheckpointError if the checkpoint has no model of this key.
+    """
+
+    def __init__(self, reader: Reader, key: str | None, *, reads: bool) -> None:
+        self._reader, self._reads = reader, reads
+        self._section = SECTION if key is None else f"model.{key}/"
+        if not any(name.startswith(self._section) for name in reader.manifest.tensors):
+            there = reader.manifest.values.get("models", [])
+            keys = [str(name).partition(".")[2] for name in there if "." in str(name)]
+            raise CheckpointError(
+                f"{reader.folder}: has no {self._section[:-1]}. "
+                + (f"Give key=, one of {', '.join(keys)}." if keys else "It has no model of a key.")
+            )
+
+    def available(self) -> list[Described]:
+        """List the tensors, in the order in which they were saved."""
+        return [
+            Described(name.removeprefix(self._section), tensor.dtype, tensor.shape)
+            for name, tensor in self._reader.manifest.tensors.items()
+            if name.startswith(self._section)
+        ]
+
+    def pieces(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield rows of each tensor in turn, as many as a bucket takes; nothing if it does not read."""
+        for name in names if self._reads else ():
+            full_name = self._section + name
+            tensor = self._reader.manifest.tensors[full_name]
+            whole = whole_box(tensor.shape)
+            for box in in_rows(whole, tensor.dtype.itemsize, _BUCKET_NBYTES):
+                yield name, read_box(self._reader, full_name, box)
+
+
+# What is written
+
+
+class ToExport(NamedTuple):
+    """A tensor: its name where it comes from, and what it is to be in the file."""
+
+    source: str
+    target: Described
+
+
+class PlannedFile(NamedTuple):
+    """A file of weights and its tensors, in the order in which they lie there."""
+
+    name: str
+    tensors: Sequence[ToExport]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.target.nbytes for each in self.tensors)
 
 
 class _Export:
@@ -144,11 +232,11 @@ class _Export:
     ) -> None:
         self._path, self._files, self._beside = path, files, beside
         self._overwrite, self._progress = overwrite, progress
-        self._total = sum(each.target.nbytes for file in files for each in file.tensors)
+        self._total = sum(file.nbytes for file in files)
         self._done = 0
         self._folder: ExportFolder | None = None
 
-    def run(self, source: _Source, peers: Peers) -> ExportedWeights:
+    def run(self, source: ModelSource | CheckpointSource, peers: Peers) -> ExportedWeights:
         """Write everything and give the folder its name. Collective."""
         try:
             others = peers.of_first(self._begin)
@@ -168,7 +256,7 @@ class _Export:
     def _begin(self) -> list[str]:
         others = self._beside()
         if len(self._files) > 1:
-            others[INDEX] = index_of(self._files)
+            others[INDEX] = _index_of(self._files)
         self._folder = ExportFolder(self._path, new_tag(), overwrite=self._overwrite, names=others)
         self._folder.write(others)
         return [*others]
@@ -188,7 +276,7 @@ class _Export:
     ) -> None:
         header, _ = header_of([each.target for each in file.tensors], {"format": "pt"})
         dtypes = {each.source: each.target.dtype for each in file.tensors}
-        left = sum(each.target.nbytes for each in file.tensors)
+        left = file.nbytes
         try:
             out.write(header)
             for name, piece in pieces:
@@ -210,7 +298,7 @@ class _Export:
 
 
 def _planned(
-    available: Sequence[Available], dtype: torch.dtype | None, rename: Rename, most_nbytes: int
+    available: Sequence[Described], dtype: torch.dtype | None, rename: Rename, most_nbytes: int
 ) -> list[PlannedFile]:
     if dtype is not None and not is_wide_float(dtype):
         raise CheckpointError(f"dtype is {dtype}: give a floating-point one of at least two bytes.")
@@ -224,7 +312,46 @@ def _planned(
         raise CheckpointError(
             "There is nothing to export: no parameters, or rename= leaves all out."
         )
-    return planned_files(tensors, most_nbytes)
+    return _divided(tensors, most_nbytes)
+
+
+def _divided(tensors: Sequence[ToExport], most_nbytes: int) -> list[PlannedFile]:
+    """Divide tensors among files, in their order; one that is larger than that has its own file."""
+    parts: list[list[ToExport]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if parts[-1] and size + tensor.target.nbytes > most_nbytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(tensor)
+        size += tensor.target.nbytes
+    names = [WEIGHTS]
+    if len(parts) > 1:
+        names = [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)]
+    # Wide dtypes first, which keeps every tensor aligned.
+    ordered = [sorted(part, key=lambda each: -each.target.dtype.itemsize) for part in parts]
+    return [PlannedFile(*each) for each in zip(names, ordered, strict=True)]
+
+
+def _index_of(files: Sequence[PlannedFile]) -> bytes:
+    """Return the index, which says in which file each tensor is."""
+    names = {each.target.name: file.name for file in files for each in file.tensors}
+    total = sum(file.nbytes for file in files)
+    return as_json({"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))})
+
+
+def size_of(text: int | str) -> int:
+    """Return a number of bytes: 5_000_000_000, "5GB" and "4.66GiB" are about the same."""
+    size: float | None = text if isinstance(text, int) else None
+    if isinstance(text, str):
+        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([KMGT]?I?)B?\s*", text.upper())
+        unit = (_UNITS | _BINARY_UNITS).get(found[2]) if found else None
+        size = float(found[1]) * unit if found and unit else None
+    if size is None:
+        raise CheckpointError(f"max_shard_size is {text!r}: give bytes, or a size such as '5GB'.")
+    if size < 1:
+        raise CheckpointError(f"max_shard_size is {text!r}: must be at least a byte.")
+    return int(size)
 
 
 def _main_dtype(files: Sequence[PlannedFile]) -> torch.dtype | None:

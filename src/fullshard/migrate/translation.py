@@ -1,12 +1,16 @@
-"""Translate each argument and method of `FullyShardedDataParallel` to `fully_shard`."""
+"""What each argument and method of `FullyShardedDataParallel` becomes: options of `fully_shard`, and words."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
-from fullshard.fsdp1.options import NO_RESHARD_AFTER_FORWARD_STRATEGIES, ShardingStrategy
-from fullshard.migrate.code import Call, dtype_name
-from fullshard.migrate.instances import Instance
+import torch
+import torch.distributed as dist
+
+from fullshard.fsdp1.options import NO_RESHARD_AFTER_FORWARD_STRATEGIES
+from fullshard.migrate.wrappers import Instance
 from fullshard.policies import BackwardPrefetch
+
+_Options = Mapping[str, str | None]  # source text by keyword; None if it is left out
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,6 +28,26 @@ class Translation:
     def __str__(self) -> str:
         was = f"{self.name}={self.value}" if self.value else self.name
         return f"{was} -> {'' if self.has_equivalent else 'no equivalent: '}{self.becomes}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """The call that replaces an instance: "fully_shard" or "replicate", and (keyword, source text) of its options.
+
+    arguments: what each argument that the instance keeps becomes in it.
+    """
+
+    function: str
+    options: tuple[tuple[str, str], ...]
+    arguments: tuple[Translation, ...]
+
+    def on(self, module: str) -> str:
+        """Return the call as source text, such as ``fully_shard(model, mesh=mesh)``.
+
+        module: the first argument, as source text.
+        """
+        options = (f"{name}={value}" for name, value in self.options)
+        return f"{self.function}({', '.join([module, *options])})"
 
 
 _OTHERS = "get_optimizer_state_dict or set_optimizer_state_dict, as above"
@@ -72,53 +96,95 @@ PROGRAM = tuple(
 )
 
 
-def translate(instance: Instance, call: Call) -> tuple[Translation, ...]:
-    """Return the translation of every argument that an instance keeps.
+def call_for(
+    instance: Instance, *, mesh: str | None, policy: str | None, ignored: Sequence[str]
+) -> Call:
+    """Return the call that replaces an instance.
 
-    call: the one that replaces the instance.
+    mesh, policy: variables of the program that have them; None if there is no need. ignored: the names of
+    ignored parameters below the module.
     """
-    return (
-        _strategy(instance, call),
-        _ranks(instance, call),
-        *_precision(instance, call),
-        *_other_arguments(instance, call),
+    keeps = instance.strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES
+    offload = instance.wrapper.cpu_offload.offload_params
+    options: _Options = {
+        "mesh": mesh,
+        "reshard_after_forward": "False" if keeps else None,
+        "mp_policy": policy,
+        "offload_policy": "CPUOffloadPolicy()" if offload else None,
+        "ignored_params": "ignored" if ignored else None,
+    }
+    return Call(
+        "replicate" if instance.is_replicated else "fully_shard",
+        tuple((name, value) for name, value in options.items() if value is not None),
+        (
+            _strategy(instance, options),
+            _ranks(instance, options),
+            *_precision(instance, options),
+            Translation("cpu_offload", str(offload), _said(options, "offload_policy")),
+            Translation(
+                "ignored_states", ", ".join(ignored) or "None", _said(options, "ignored_params")
+            ),
+            *_prefetch(instance),
+            *_without_options(instance),
+        ),
     )
 
 
-def _strategy(instance: Instance, call: Call) -> Translation:
-    strategy = instance.strategy
+def policy_expression(instance: Instance) -> str | None:
+    """Return the mixed precision of an instance as source text; None if there is none."""
+    given = instance.wrapper.mixed_precision
+    fields: dict[str, object] = {
+        "param_dtype": given.param_dtype,
+        # Said in any case: None means another dtype to `fully_shard` with some releases of torch.
+        "reduce_dtype": given.reduce_dtype or given.param_dtype,
+    }
+    if instance.computes_in_float32:
+        around = instance.parent.wrapper.mixed_precision.param_dtype if instance.parent else None
+        fields = {"param_dtype": torch.float32, "output_dtype": around}
+    elif given.param_dtype is not None:
+        casts = given.cast_root_forward_inputs if instance.is_root else given.cast_forward_inputs
+        fields["cast_forward_inputs"] = None if casts else False
+    set_ones = [f"{name}={value}" for name, value in fields.items() if value is not None]
+    return f"MixedPrecisionPolicy({', '.join(set_ones)})" if set_ones else None
+
+
+def _said(options: _Options, keyword: str, if_left_out: str = "") -> str:
+    value = options[keyword]
+    return f"{keyword} left out{if_left_out}" if value is None else f"{keyword}={value}"
+
+
+def _strategy(instance: Instance, options: _Options) -> Translation:
     if instance.is_alone:
         becomes = (
             "what resulted: a group of one rank makes every strategy NO_SHARD, and which one was "
             "asked for is not kept. The code is for FULL_SHARD, the default; SHARD_GRAD_OP takes "
             "reshard_after_forward=False, NO_SHARD replicate(). On two ranks the report knows"
         )
-    elif strategy is ShardingStrategy.NO_SHARD:
+    elif instance.is_replicated:
         becomes = "replicate() instead of fully_shard()"
     else:
-        becomes = (
-            "reshard_after_forward=False"
-            if strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES
-            else "reshard_after_forward left out: True, but the root keeps its parameters"
+        becomes = _said(
+            options, "reshard_after_forward", ": True, but the root keeps its parameters"
         )
         if instance.is_hybrid:
-            becomes += f"; mesh={call.option('mesh')}, (replicate, shard)"
-    return Translation("sharding_strategy", strategy.name, becomes)
+            becomes += f"; mesh={options['mesh']}, (replicate, shard)"
+    return Translation("sharding_strategy", instance.strategy.name, becomes)
 
 
-def _ranks(instance: Instance, call: Call) -> Translation:
-    wrapper = instance.wrapper
-    value = "ranks " + ", ".join(map(str, instance.ranks(wrapper.process_group)))
+def _ranks(instance: Instance, options: _Options) -> Translation:
+    def ranks(group: dist.ProcessGroup | None) -> str:
+        known = dist.get_process_group_ranks(group) if group is not None else []
+        return ", ".join(map(str, known))
+
+    value = f"ranks {ranks(instance.wrapper.process_group)}"
     if instance.is_hybrid:
-        replicas = instance.ranks(instance.wrapper._unit.mesh.replicate_group)
-        value = f"sharded over {value}, replicated over {', '.join(map(str, replicas))}"
-    mesh = call.option("mesh")
-    becomes = "mesh left out: all ranks" if mesh is None else f"mesh={mesh}"
-    return Translation("process_group, device_mesh", value, becomes)
+        replicas = ranks(instance.wrapper._unit.mesh.replicate_group)
+        value = f"sharded over {value}, replicated over {replicas}"
+    return Translation("process_group, device_mesh", value, _said(options, "mesh", ": all ranks"))
 
 
-def _precision(instance: Instance, call: Call) -> Iterator[Translation]:
-    given, policy = instance.wrapper.mixed_precision, call.option("mp_policy")
+def _precision(instance: Instance, options: _Options) -> Iterator[Translation]:
+    given, policy = instance.wrapper.mixed_precision, options["mp_policy"]
     if instance.computes_in_float32:
         yield Translation(
             "mixed_precision._module_classes_to_ignore",
@@ -130,13 +196,11 @@ def _precision(instance: Instance, call: Call) -> Iterator[Translation]:
         yield Translation("mixed_precision", "None", "mp_policy left out")
     for name in ("param_dtype", "reduce_dtype"):
         if (dtype := getattr(given, name)) is not None:
-            yield Translation(f"mixed_precision.{name}", dtype_name(dtype), f"{name}, the same")
-    if given.reduce_dtype is None and given.param_dtype is not None:
-        dtype = dtype_name(given.param_dtype)
-        yield Translation(
-            "mixed_precision.reduce_dtype", "None", f"reduce_dtype={dtype}: param_dtype"
-        )
+            yield Translation(f"mixed_precision.{name}", _named(dtype), f"{name}, the same")
     if given.param_dtype is not None:
+        if given.reduce_dtype is None:
+            becomes = f"reduce_dtype={_named(given.param_dtype)}: param_dtype"
+            yield Translation("mixed_precision.reduce_dtype", "None", becomes)
         name = "cast_root_forward_inputs" if instance.is_root else "cast_forward_inputs"
         value = getattr(given, name)
         where = "this is the root" if instance.is_root else "not the root, which casts by another"
@@ -145,7 +209,7 @@ def _precision(instance: Instance, call: Call) -> Iterator[Translation]:
     if given.buffer_dtype is not None:
         yield Translation(
             "mixed_precision.buffer_dtype",
-            dtype_name(given.buffer_dtype),
+            _named(given.buffer_dtype),
             "cast buffers once, as the code does",
             has_equivalent=False,
         )
@@ -162,44 +226,6 @@ def _precision(instance: Instance, call: Call) -> Iterator[Translation]:
             "FSDP_USE_FULL_PREC_IN_EVAL",
             "1",
             "a policy holds in evaluation too. Evaluate a copy that is sharded without one",
-            has_equivalent=False,
-        )
-
-
-def _other_arguments(instance: Instance, call: Call) -> Iterator[Translation]:
-    offload = instance.wrapper.cpu_offload.offload_params
-    yield Translation(
-        "cpu_offload",
-        str(offload),
-        "offload_policy=CPUOffloadPolicy()" if offload else "offload_policy left out",
-    )
-    ignored = call.option("ignored_params")
-    yield Translation(
-        "ignored_states",
-        "None" if ignored is None else ", ".join(call.ignored),
-        "ignored_params left out" if ignored is None else f"ignored_params={ignored}",
-    )
-    yield from _prefetch(instance)
-    yield Translation(
-        "limit_all_gathers",
-        str(instance.wrapper.limit_all_gathers),
-        "nothing: memory is always bounded",
-    )
-    yield Translation(
-        "use_orig_params",
-        str(instance.wrapper._use_orig_params),
-        "nothing: parameters are always themselves, as DTensors. Build the optimizer afterwards",
-    )
-    yield Translation(
-        "device_id",
-        str(instance.wrapper.compute_device),
-        "nothing: modules move to the mesh's device",
-    )
-    if instance.wrapper._unit.config.comm_hook is not None:
-        yield Translation(
-            "register_comm_hook",
-            "registered",
-            "its arguments are other ones: set_custom_reduce_scatter or set_all_reduce_hook",
             has_equivalent=False,
         )
 
@@ -224,3 +250,32 @@ def _prefetch(instance: Instance) -> Iterator[Translation]:
         "nothing: the next unit is gathered during the current one's forward; "
         "set_modules_to_forward_prefetch([...]) chooses others",
     )
+
+
+def _without_options(instance: Instance) -> Iterator[Translation]:
+    """Yield the arguments that need no option."""
+    wrapper = instance.wrapper
+    yield Translation(
+        "limit_all_gathers",
+        str(wrapper.limit_all_gathers),
+        "nothing: memory is always bounded",
+    )
+    yield Translation(
+        "use_orig_params",
+        str(wrapper._use_orig_params),
+        "nothing: parameters are always themselves, as DTensors. Build the optimizer afterwards",
+    )
+    yield Translation(
+        "device_id", str(wrapper.compute_device), "nothing: modules move to the mesh's device"
+    )
+    if wrapper._unit.config.comm_hook is not None:
+        yield Translation(
+            "register_comm_hook",
+            "registered",
+            "its arguments are other ones: set_custom_reduce_scatter or set_all_reduce_hook",
+            has_equivalent=False,
+        )
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

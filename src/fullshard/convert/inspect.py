@@ -1,6 +1,10 @@
-"""Check that a checkpoint is whole, and compare two: `verify_checkpoint`, `diff_checkpoints`."""
+"""What is in a checkpoint, whether it is whole, and what two differ in, in whichever form they are.
+
+`inspect_checkpoint`, `verify_checkpoint`, `diff_checkpoints`.
+"""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -8,15 +12,105 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.checkpoint.opening import Location
-from fullshard.checkpoint.read import Reader, SavedState, Wanted
+from fullshard.checkpoint.read import Reader, SavedState
+from fullshard.convert.opening import Progress, form_of, open_state, read_box
 from fullshard.errors import CheckpointError
-from fullshard.offline.opening import Progress, open_state
-from fullshard.plan.boxes import Box, in_rows, whole_box
+from fullshard.plan.boxes import in_rows, whole_box
 from fullshard.state.host_memory import bytes_of
 
-PART_NBYTES = 64 << 20  # of a tensor that are in memory at a time
+_PART_NBYTES = 64 << 20  # of a tensor that are in memory at a time
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorSummary:
+    """A tensor. nbytes: of all of it. placement: how the ranks that saved it had divided it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    placement: str
+    aliases: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckpointSummary:
+    """What is in a checkpoint, as its files say; tensors are not read.
+
+    path: of the checkpoint itself, where a folder of several was asked for. form: of the files.
+    tensors: by name with its section. facts: step, metadata, created, ranks, versions.
+    optimizers: by section, the class and the options of each group. extra: keys.
+    file_nbytes: of each file, where the form says it.
+    """
+
+    path: Path | str
+    form: str
+    tensors: Mapping[str, TensorSummary]
+    facts: Mapping[str, Any]
+    optimizers: Mapping[str, Any]
+    extra: tuple[str, ...]
+    file_nbytes: Mapping[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def sections(self) -> dict[str, list[TensorSummary]]:
+        """Return the tensors of each section: "model", "optimizer", "extra"."""
+        found: dict[str, list[TensorSummary]] = {}
+        for name, tensor in self.tensors.items():
+            found.setdefault(name.partition("/")[0], []).append(tensor)
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON has it."""
+        return {
+            **dataclasses.asdict(self),
+            "path": str(self.path),
+            "nbytes": self.nbytes,
+        }
+
+
+def inspect_checkpoint(path: Location) -> CheckpointSummary:
+    """Say what is in a checkpoint, a directory of DCP, a file of torch.save, or safetensors.
+
+    Tensors are not read. Raises CheckpointError if there is nothing of the kind, or it is damaged.
+    """
+    with open_state(path) as state:
+        tensors = {
+            name: TensorSummary(
+                tuple(tensor.shape),
+                str(tensor.dtype).removeprefix("torch."),
+                tensor.nbytes,
+                tensor.placement,
+                tensor.aliases,
+            )
+            for name, tensor in state.tensors.items()
+        }
+        values = state.values
+        files = state.manifest.files if isinstance(state, Reader) else ()
+        facts = ("step", "metadata", "created", "ranks", "versions", "converted_from")
+        optimizers = {
+            section: {
+                "class": own.get("class"),
+                "groups": [
+                    {"num_params": len(group["params"]), "options": group["options"]}
+                    for group in own.get("groups", ())
+                ],
+            }
+            for section, own in values.get("optimizers", {}).items()
+        }
+        extra = {*values.get("extra", {}), *values.get("extra_by_rank", {})}
+        return CheckpointSummary(
+            state.location,
+            form_of(state),
+            tensors,
+            {key: values[key] for key in facts if values.get(key) is not None},
+            optimizers,
+            tuple(sorted(extra)),
+            {file.name: file.nbytes for file in files},
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +150,7 @@ def verify_checkpoint(path: Location, *, progress: Progress = None) -> VerifiedC
     Raises CheckpointError if it cannot even be opened.
     """
     with open_state(path) as state:
-        total = sum(map(_nbytes, state.tensors.values()))
+        total = sum(tensor.nbytes for tensor in state.tensors.values())
         faults: dict[str, str] = {}
         done = 0
         for name, nbytes, fault in _checked(state):
@@ -83,7 +177,7 @@ def diff_checkpoints(
     none. Raises CheckpointError if one cannot be read.
     """
     with open_state(first) as one, open_state(second) as two:
-        ours, theirs = _of_sections(one, sections), _of_sections(two, sections)
+        ours, theirs = _by_alias(one, sections), _by_alias(two, sections)
         found = [
             CheckpointDifference(name, "only in the first") for name in ours if name not in theirs
         ]
@@ -91,11 +185,11 @@ def diff_checkpoints(
             CheckpointDifference(name, "only in the second") for name in theirs if name not in ours
         ]
         common = [name for name in ours if name in theirs]
-        total, done = sum(_nbytes(ours[name]) for name in common), 0
-        for name in common:
-            difference = _tensor_difference(name, one, two, tolerance)
+        sizes = [one.tensors[ours[name]].nbytes for name in common]
+        total = sum(sizes)
+        for name, done in zip(common, itertools.accumulate(sizes), strict=True):
+            difference = _tensor_difference(name, (one, ours[name]), (two, theirs[name]), tolerance)
             found += [difference] if difference is not None else []
-            done += _nbytes(ours[name])
             if progress is not None:
                 progress(done, total)
         found += _value_differences(one, two, sections)
@@ -108,26 +202,19 @@ def _checked(state: SavedState) -> Iterator[tuple[str, int, CheckpointError | No
         yield from state.verify()
         return
     for name, tensor in state.tensors.items():
-        for box in in_rows(whole_box(tensor.shape), tensor.dtype.itemsize, PART_NBYTES):
+        for box in in_rows(whole_box(tensor.shape), tensor.dtype.itemsize, _PART_NBYTES):
             fault = None
             try:
-                _part(state, name, box)
+                read_box(state, name, box)
             except CheckpointError as error:
                 fault = error
             yield name, box.numel * tensor.dtype.itemsize, fault
 
 
-def _part(state: SavedState, name: str, box: Box) -> torch.Tensor:
-    value = torch.empty(box.shape, dtype=state.tensors[name].dtype, device="cpu")
-    if value.numel():
-        state.read([Wanted(name, box, value)])
-    return value
-
-
-def _of_sections(state: SavedState, sections: Collection[str]) -> dict[str, SavedTensor]:
-    """Return tensors by all of their names, so that it does not matter which of tied ones is first."""
+def _by_alias(state: SavedState, sections: Collection[str]) -> dict[str, str]:
+    """Return the names of tensors by all of their names, so that it does not matter which of tied ones is first."""
     return {
-        each: tensor
+        each: name
         for name, tensor in state.tensors.items()
         for each in (name, *tensor.aliases)
         if not sections or name.partition("/")[0].partition(".")[0] in sections
@@ -135,17 +222,16 @@ def _of_sections(state: SavedState, sections: Collection[str]) -> dict[str, Save
 
 
 def _tensor_difference(
-    name: str, one: SavedState, two: SavedState, tolerance: float
+    name: str, one: tuple[SavedState, str], two: tuple[SavedState, str], tolerance: float
 ) -> CheckpointDifference | None:
-    own_names = [_first_name(state, name) for state in (one, two)]
-    first, second = one.tensors[own_names[0]], two.tensors[own_names[1]]
+    first, second = (state.tensors[own_name] for state, own_name in (one, two))
     if first.shape != second.shape:
         return CheckpointDifference(name, "shape", str(first.shape), str(second.shape))
     if first.dtype != second.dtype:
         return CheckpointDifference(name, "dtype", str(first.dtype), str(second.dtype))
     count, largest = 0, 0.0
-    for box in in_rows(whole_box(first.shape), first.dtype.itemsize, PART_NBYTES):
-        a, b = _part(one, own_names[0], box), _part(two, own_names[1], box)
+    for box in in_rows(whole_box(first.shape), first.dtype.itemsize, _PART_NBYTES):
+        a, b = read_box(*one, box), read_box(*two, box)
         if bytes_of(a) == bytes_of(b):
             continue
         apart = _distance(a, b)
@@ -155,12 +241,6 @@ def _tensor_difference(
     if count == 0:
         return None
     return CheckpointDifference(name, "values", num_elements=count, largest=largest)
-
-
-def _first_name(state: SavedState, name: str) -> str:
-    if name in state.tensors:
-        return name
-    return next(first for first, each in state.tensors.items() if name in each.aliases)
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -197,7 +277,3 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(each, f"{name}/{number}")
     elif tree not in (None, {}, []):
         yield name, tree
-
-
-def _nbytes(tensor: SavedTensor) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize

@@ -22,15 +22,15 @@ from fullshard.checkpoint.opening import disk_path
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.read import Wanted
 from fullshard.checkpoint.save import finish_background
-from fullshard.huggingface.files import Weights, WeightsReader, weights_of
-from fullshard.huggingface.names import (
+from fullshard.convert.hf_files import SECTION, Weights, WeightsReader, weights_of
+from fullshard.convert.hf_names import (
     by_new_name,
     computed_names,
     is_wide_float,
     plain_name,
     prefix_hint,
 )
-from fullshard.plan.boxes import Box
+from fullshard.convert.opening import read_box
 from fullshard.plan.units import Rename
 from fullshard.state.holdings import Holding, holdings_of, tell_loaded
 from fullshard.state.host_memory import bytes_of
@@ -90,7 +90,11 @@ def load_hf(
     allowed = peers.together(lambda: check_allowed(allow, ALLOWED), alike=alike)
     source_path = peers.together(lambda: disk_path(path, "load_hf"))
     weights = peers.of_first(lambda: weights_of(source_path))
-    with WeightsReader(weights) as reader, torch.inference_mode(False), torch.no_grad():
+    with (
+        WeightsReader(source_path, weights) as reader,
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
         if not allowed & {"missing", "memory"}:  # what is missing is not written to
             check_room(peers, weights.source, lambda: Load([model]))
 
@@ -103,9 +107,10 @@ def load_hf(
         differing = check_fits(source, problems, allowed)
 
         def read() -> int:
-            nbytes = reader.read(plan.wanted)
+            counts: list[int] = []
+            reader.read(plan.wanted, counts.append)
             tell_loaded(plan.holdings)
-            return nbytes
+            return sum(counts)
 
         return LoadedWeights(
             source_path,
@@ -140,12 +145,14 @@ def _plan(model: nn.Module, weights: Weights, reader: WeightsReader, rename: Ren
             continue
         found = [in_files[name] for name in names]
         faults = [fault for name in found if (fault := _fault(name, weights, holding))]
-        if not faults and not _are_equal(found, weights, holding, reader):
+        if not faults and not _are_equal(found, holding, reader):
             faults = [f"untied {' and '.join(names)}"]
         plan.problems += faults
         if not faults:
             plan.holdings.append(holding)
-            plan.wanted += [Wanted(found[0], box, view) for box, view in holding.boxes]
+            plan.wanted += [
+                Wanted(f"{SECTION}{found[0]}", box, view) for box, view in holding.boxes
+            ]
     plan.problems += [f"unexpected {name}" for name in in_files if name not in taken]
     return plan
 
@@ -161,23 +168,11 @@ def _fault(name: str, weights: Weights, holding: Holding) -> str | None:
     return None
 
 
-def _are_equal(
-    names: Sequence[str], weights: Weights, holding: Holding, reader: WeightsReader
-) -> bool:
+def _are_equal(names: Sequence[str], holding: Holding, reader: WeightsReader) -> bool:
     """Whether all names of a tied parameter have the same values in the files, as far as this rank sees."""
-
-    def read(name: str, box: Box) -> torch.Tensor:
-        value = torch.empty(box.shape, dtype=DTYPES[weights.tensors[name].dtype], device="cpu")
-        reader.read([Wanted(name, box, value)])
-        return value
-
     for box, _ in holding.boxes if len(names) > 1 else ():
-        first = read(names[0], box)
-        for other in names[1:]:
-            if not _same_bits(first, read(other, box)):
+        first, *others = (read_box(reader, f"{SECTION}{name}", box) for name in names)
+        for other in others:
+            if first.dtype != other.dtype or bytes_of(first) != bytes_of(other):
                 return False
     return True
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and bytes_of(one) == bytes_of(other)

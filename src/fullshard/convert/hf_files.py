@@ -9,7 +9,6 @@ lies. Nothing of what it says is believed before it was compared with the file: 
 made to do harm, is refused by name.
 """
 
-import contextlib
 import hashlib
 import itertools
 import math
@@ -22,17 +21,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fullshard.checkpoint.local import LocalFolder
-from fullshard.checkpoint.manifest import DTYPES
+from fullshard.checkpoint.manifest import DTYPES, SavedTensor
 from fullshard.checkpoint.opening import said_below
-from fullshard.checkpoint.read import Limits, Wanted, read_at_once, read_shared
+from fullshard.checkpoint.read import Limits, SavedState, Wanted, read_at_once, read_shared
 from fullshard.checkpoint.write import PART_OF
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.json_files import parse_json, read_json
 from fullshard.plan.boxes import common, whole_box
 from fullshard.plan.layout import Shape
+from fullshard.state.host_memory import checksum
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SECTION = "model/"
+"""Before names of tensors, as a checkpoint of ours has them."""
 _INDEX_SUFFIX = ".safetensors.index.json"
 _LARGEST_JSON_NBYTES = 100_000_000  # as the safetensors library has it
 _LARGEST = 2**62
@@ -149,16 +151,16 @@ def _joined(source: Path, paths: Sequence[Path], only: set[str] | None = None) -
 
 def _read_header(path: Path, number: int) -> tuple[WeightFile, dict[str, Entry]]:
     """Return a file and its tensors. number: of the file among the others."""
-    with _opened(path) as descriptor:
-        nbytes = os.fstat(descriptor).st_size
-        begin = os.pread(descriptor, 8, 0)
+    with os.fdopen(_open(path), "rb") as opened:
+        nbytes = os.fstat(opened.fileno()).st_size
+        begin = opened.read(8)
         if len(begin) < 8:
             raise _refused(path, f"has {nbytes} bytes, which is no safetensors file")
         (length,) = struct.unpack("<Q", begin)
         if length > min(_LARGEST_JSON_NBYTES, nbytes - 8):
             raise _refused(path, f"its header would have {length} bytes, and it has {nbytes}")
-        header = os.pread(descriptor, length, 8)
-    content = _parsed(header, path)
+        header = opened.read(length)
+    content: dict[str, Any] = parse_json(header, dict[str, Any], lambda why: _refused(path, why))
     metadata = content.pop("__metadata__", None)
     if isinstance(metadata, dict) and metadata.get("of") == PART_OF:
         raise CheckpointError(
@@ -203,20 +205,6 @@ def _check_apart(path: Path, entries: Mapping[str, Entry]) -> None:
             raise _refused(path, f"{name} and {other} share bytes")
 
 
-def _parsed(data: bytes, path: Path) -> dict[str, Any]:
-    fields: dict[str, Any] = parse_json(data, dict[str, Any], lambda why: _refused(path, why))
-    return fields
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = _open(path)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def _open(path: Path) -> int:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -234,34 +222,38 @@ def _refused(path: Path, what: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(f"{path}: {what}. Download or save it again, or load another.")
 
 
-class WeightsReader:
-    """Reads boxes of tensors from the files, which are opened when they are first read.
+class WeightsReader(SavedState):
+    """The weights of one model, in files that are opened when they are first read.
 
-    Use it in a `with` statement.
+    path: what they were asked for by.
     """
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, path: Path, weights: Weights) -> None:
+        self.location = path
+        self.digest = checksum("".join(file.digest for file in weights.files).encode())
+        self.tensors = {
+            f"{SECTION}{name}": SavedTensor(entry.shape, DTYPES[entry.dtype])
+            for name, entry in weights.tensors.items()
+        }
+        self.values = {"models": ["model"], "optimizers": {}, "extra": {}}
         self._weights = weights
         self._open: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    def __enter__(self) -> "WeightsReader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
 
     def read(
         self, wanted: Sequence[Wanted], progress: Callable[[int], object] | None = None
-    ) -> int:
-        """Read boxes into their memory, several at once; return the bytes read from files.
+    ) -> None:
+        """Read boxes into their memory, several at once. progress: is called with the bytes of some of them.
 
         Raises CheckpointError for a file that is gone, cut short, or another than when its header was
         read.
         """
-        return read_at_once(self._divided(wanted), self._read, progress)
+        read_at_once(self._divided(wanted), self._read, progress)
 
     def _divided(self, wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
         part: list[Wanted] = []
@@ -276,7 +268,8 @@ class WeightsReader:
             yield part
 
     def _read(self, wanted: Wanted) -> int:
-        entry = self._weights.tensors[wanted.name]
+        name = wanted.name.removeprefix(SECTION)
+        entry = self._weights.tensors[name]
         descriptor = self._descriptor(entry.file)
         piece = whole_box(entry.shape)
         shared = common(wanted.box, piece)
@@ -289,7 +282,7 @@ class WeightsReader:
                 count = os.preadv(descriptor, [rest], position)
                 if count == 0:
                     path = self._weights.files[entry.file].path
-                    raise _refused(path, f"ends within {wanted.name}")
+                    raise _refused(path, f"ends within {name}")
                 position, rest = position + count, rest[count:]
             return len(out)
 

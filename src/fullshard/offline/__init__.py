@@ -1,1 +1,0 @@
-"""Checkpoints without ranks or models: what is in them, whether it is whole, into other forms."""
