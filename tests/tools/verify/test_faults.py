@@ -12,13 +12,11 @@ import torch.distributed as dist
 
 from fullshard.tools.doctor.findings import Finding, Severity
 from fullshard.tools.progress import Silent
-from fullshard.tools.verify.alone import run_alone
 from fullshard.tools.verify.comparing import Comparison, compare
 from fullshard.tools.verify.judging import judge
 from fullshard.tools.verify.options import VerifyOptions
-from fullshard.tools.verify.program import load_program
-from fullshard.tools.verify.rank import train_sharded
-from fullshard.tools.verify.record import Diary, alone_folder, rank_folder
+from fullshard.tools.verify.rank import run_side
+from fullshard.tools.verify.sides import side_of
 from fullshard.tools.verify.supervision import Supervised
 from tests.harness import on_ranks, rank, world_size
 
@@ -34,22 +32,20 @@ def verified(folder: Path, **given: Any) -> tuple[Comparison, dict[str, Finding]
     paths = ("model", "batch", "loss", "shard")
     given |= {k: f"{HERE}:{given[k]}" for k in paths if given.get(k)}
     options = VerifyOptions(**given)
-    program = load_program(options)
     if rank() == 0:
-        with _without_group(), _supervised(Diary(alone_folder(folder))) as diary:
-            run_alone(program, diary, Silent())
-    with _supervised(Diary(rank_folder(folder, rank()))) as diary:
-        train_sharded(program, diary, torch.device("cpu"), Silent())
+        with _without_group():
+            _run(options, folder, is_whole=True)
+    _run(options, folder, is_whole=False)
     dist.barrier()
     comparison = compare(options, folder)
     bad = [each for each in judge(comparison) if each.severity is not Severity.OK]
     return comparison, {each.id: each for each in bad}
 
 
-@contextlib.contextmanager
-def _supervised(diary: Diary) -> Any:
-    with Supervised(diary, 60.0, on_stuck=lambda: None):
-        yield diary
+def _run(options: VerifyOptions, folder: Path, *, is_whole: bool) -> None:
+    side = side_of(options, folder, rank(), is_whole=is_whole)
+    with Supervised(side.diary, 60.0, on_stuck=lambda: None):
+        run_side(side, Silent())
 
 
 @contextlib.contextmanager

@@ -14,16 +14,20 @@ import torch
 
 from fullshard.tools.exits import Exit
 from fullshard.tools.launch import Ending
-from fullshard.tools.verify.facts import Failure, Output, Part, Run, merged
 from fullshard.tools.verify.options import Tolerance, VerifyOptions
 from fullshard.tools.verify.record import (
+    Failure,
+    Output,
+    Part,
+    Run,
     alone_folder,
+    merged,
+    output_key,
     rank_folder,
     read_run,
     read_step,
     whole_folder,
 )
-from fullshard.tools.verify.training import output_key
 
 WELL = Ending(Exit.OK)
 RANK_DIED = "RankDied"  # instead of an exception's class

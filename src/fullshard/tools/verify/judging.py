@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from fullshard.tools.doctor.findings import Finding, Severity, counted, numbered
 from fullshard.tools.verify.comparing import KINDS, Comparison, Difference
-from fullshard.tools.verify.facts import Unit
 from fullshard.tools.verify.judge_failures import grouped, judge_deaths, judge_failures
 from fullshard.tools.verify.options import VerifyOptions
+from fullshard.tools.verify.record import Unit
 
 _NUM_NAMES = 4
 _SAME_RATIO = 0.01  # two gradients are scaled alike if their factors differ by less

@@ -3,16 +3,15 @@
 Paths are those of the plain model on both sides.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.tools.verify.facts import Output
-from fullshard.tools.verify.program import tensors_in
+from fullshard.tools.verify.record import Output
+from fullshard.tools.verify.values import tensors_in
 
 SAMPLE_NUMEL = 2048
 
@@ -47,24 +46,6 @@ class OutputRecorder:
         for module, path in paths.items():
             self.paths[id(module)] = path
             self._kinds[id(module)] = type(module).__name__
-
-    def hook(self, model: nn.Module) -> None:
-        """Know a model's modules, and set hooks on each."""
-        self.know({module: path for path, module in model.named_modules()})
-        for module in model.modules():
-            module.register_forward_pre_hook(self.before)
-            module.register_forward_hook(self.after)
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[list[Seen]]:
-        """Record in the block alone, as a step of its own; the list is whole when it ends."""
-        self.begin_step()
-        self.is_on, seen = True, list[Seen]()
-        try:
-            yield seen
-        finally:
-            self.is_on = False
-            seen += self.take()
 
     def begin_step(self) -> None:
         """Forget what was recorded, and count calls from 0."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fullshard.tools.verify.program import mapped, tensors_in
+from fullshard.tools.verify.values import mapped, tensors_in
 
 _PRECISION = "_verify_precision"  # an attribute of each module with a policy: copies of the module have it as well
 

@@ -33,8 +33,8 @@ from fullshard import (
     weighted_loss,
 )
 from fullshard.errors import UnsupportedError
-from fullshard.tools.verify.script.averaging import Averaging
-from fullshard.tools.verify.script.casting import Casting, Precision
+from fullshard.tools.verify.averaging import Averaging
+from fullshard.tools.verify.casting import Casting, Precision
 
 
 class _Run(NamedTuple):
