@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"tools", "versions"},
     "public": BASE
     | {"faces", "comm", "drop_in", "engine", "fsdp1", "fsdp2", "migrate", "optim", "state"}
-    | {"batches", "checkpoint", "debugging", "deferred", "huggingface", "launching"}
+    | {"batches", "checkpoint", "compare", "deferred", "huggingface", "launching"}
     | {"live", "offline", "watch"},
     "errors": set(),
     "host": set(),
@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": BASE | {"host", "comm", "engine", "peers", "plan", "state", "versions"},
     "huggingface": BASE | {"checkpoint", "plan", "state"},
     "deferred": NEAR_TORCH | {"engine", "plan", "state"},
-    "debugging": BASE | {"checkpoint", "engine", "peers", "plan", "state", "versions"},
+    "compare": BASE | {"checkpoint", "engine", "peers", "plan", "state", "versions"},
     "batches": NEAR_TORCH | {"comm", "engine", "peers", "plan", "state"},
     "launching": BASE | {"engine", "local_ranks"},
     "live": NEAR_TORCH | {"comm", "engine", "peers", "plan", "state"},
@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "drop_in": BASE | {"faces", "comm", "engine", "fsdp1", "fsdp2", "optim", "state", "watch"},
     "run": BASE | {"__init__", "drop_in"},
     "models": {"deferred", "errors", "json_files"},
-    "tools": BASE | {"__init__", "host", "local_ranks", "models", "plan", "versions"},
+    "tools": BASE | {"__init__", "compare", "host", "local_ranks", "models", "plan", "versions"},
 }
 
 # The same among the rooms inside the engine; its own files tell a step's story and use them all.
@@ -198,7 +198,7 @@ def test_cuda_is_used_in_the_runtime_alone(module: Path) -> None:
 
 # PyTorch's FSDP1 is told by the environment to evaluate in full precision. Checks are switched on for
 # programs that nobody wants to change, and so is Accelerate. Ranks inherit what their launcher has.
-_OF_ENVIRONMENT = ("fsdp1/module.py", "debugging/switches.py", "drop_in/on_cpu.py", "run.py")
+_OF_ENVIRONMENT = ("fsdp1/module.py", "compare/switches.py", "drop_in/on_cpu.py", "run.py")
 # Gloo is told by it which interface to take, and ports of ours listen there.
 _OF_ENVIRONMENT += ("launching/launch.py", "peers/connections.py")
 
@@ -314,7 +314,7 @@ _MOST_LINES = {
     "batches": 600,
     "checkpoint": 7550,
     "comm": 3175,
-    "debugging": 1350,
+    "compare": 1350,
     "deferred": 570,
     "drop_in": 590,
     "engine": 11625,
@@ -331,7 +331,7 @@ _MOST_LINES = {
     "peers": 3005,
     "plan": 1540,
     "state": 3270,
-    "tools": 14750,
+    "tools": 14500,
     "top": 2065,
     "watch": 1440,
 }

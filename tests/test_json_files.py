@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.debugging.record import ReplayRecord
+from fullshard.compare.record import ReplayRecord
 from fullshard.errors import FullshardError
 from fullshard.huggingface.files import weights_of
 from fullshard.json_files import parse_json, read_json

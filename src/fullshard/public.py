@@ -23,9 +23,8 @@ from fullshard.comm.collectives import (
     SymmMemReduceScatter,
 )
 from fullshard.comm.select import set_default_comm
-from fullshard.debugging.comparing import ReplayDifference
-from fullshard.debugging.replaying import Replay, replay
-from fullshard.debugging.switches import debug
+from fullshard.compare.replaying import Replay, ReplayDifference, replay
+from fullshard.compare.switches import debug
 from fullshard.deferred.building import deferred_init, materialize
 from fullshard.drop_in.install import install, uninstall
 from fullshard.engine.params.flat import FlatParameter

@@ -71,7 +71,6 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """The difference over the largest value."""
         return self.worst / self.scale if self.scale else math.inf if self.worst else 0.0
 
 
@@ -125,7 +124,6 @@ class Comparison:
 
     @property
     def reference(self) -> str:
-        """What the ranks are compared with."""
         return "whole model" if self.options.script else "one process"
 
     @property

@@ -27,7 +27,6 @@ def judge(comparison: Comparison) -> list[Finding]:
 
 
 def verdict_of(findings: Iterable[Finding]) -> Severity:
-    """Return the worst severity."""
     order = list(Severity)
     return min((each.severity for each in findings), key=order.index, default=Severity.OK)
 
@@ -373,7 +372,6 @@ def _whose(differing: Sequence[Difference]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """List names: "a, b, c, d and 3 more"."""
     shown = ", ".join(names[:_NUM_NAMES])
     more = len(names) - _NUM_NAMES
     return f"{shown} and {more} more" if more > 0 else shown

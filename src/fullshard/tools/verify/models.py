@@ -10,15 +10,10 @@ import torch.distributed.checkpoint.state_dict  # noqa: F401
 from torch import nn
 
 from fullshard import FullyShardedDataParallel
-from fullshard.plan.units import clean_name, without_compile
+from fullshard.compare.values import path_of
 
 _OF_TORCH = ("torch.distributed.fsdp", "torch.distributed._composable")
 _OF_FULLSHARD = ("fullshard", "fullshard.public")
-
-
-def plain_name(name: str) -> str:
-    """Return a name without what wrappers and ``torch.compile`` add to it."""
-    return without_compile(clean_name(name))
 
 
 class Root(NamedTuple):
@@ -29,7 +24,7 @@ class Root(NamedTuple):
 
     def name(self, name: str) -> str:
         """Return what a module, parameter or buffer of this model is called in the records."""
-        return f"{self.prefix}{plain_name(name)}".removesuffix(".")
+        return f"{self.prefix}{path_of(name)}".removesuffix(".")
 
 
 class Models:
@@ -41,7 +36,6 @@ class Models:
         self._covered: set[nn.Module] = set()
 
     def note(self, module: nn.Module) -> None:
-        """Note a module that the script shards."""
         self.noted.append(module)
 
     def add(self, model: nn.Module) -> Root:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from fullshard.compare.values import local_of, sample_of
 from fullshard.tools.verify.record import Output
 from fullshard.tools.verify.values import tensors_in
 
@@ -72,7 +72,7 @@ class OutputRecorder:
         path = self.paths[id(module)]
         call = self._calls.get(path, 0)
         self._calls[path] = call + 1
-        tensors = [_local(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()]
+        tensors = [local_of(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()]
         if not tensors:
             return
         has_drawn = not all(map(torch.equal, before, self._random_state()))
@@ -98,13 +98,7 @@ class OutputRecorder:
         return states
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.reshape(-1)
-    norm = torch.linalg.vector_norm(flat, dtype=torch.float64) / max(1, flat.numel()) ** 0.5
-    every = max(1, -(-flat.numel() // SAMPLE_NUMEL))
-    return torch.cat([flat[::every].double(), norm.reshape(1)]).cpu()
+    norm = torch.linalg.vector_norm(tensor.reshape(-1), dtype=torch.float64)
+    mean = norm / max(1, tensor.numel()) ** 0.5
+    return torch.cat([sample_of(tensor, SAMPLE_NUMEL), mean.reshape(1).cpu()])

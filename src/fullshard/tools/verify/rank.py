@@ -8,7 +8,7 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -98,25 +98,22 @@ def run_side(side: Side, report: Reporter, *, on_over: Callable[[], object] = la
 
 
 def _run_script(side: Side) -> None:
+    """Run the script, which finds its arguments, and modules beside it."""
     options = side.options
     side.diary.phase = "the script"
     side.seed()
-    # Not compiled: recording breaks graphs apart, which takes minutes and shows nothing of sharding.
-    with (
-        side.names(),
-        torch.compiler.set_stance("force_eager"),
-        running_as_spawned(side.rank, options.ranks),
-    ):
-        _run(options.script, [each.replace("{side}", side.label) for each in options.arguments])
-
-
-def _run(script: str, arguments: Sequence[str]) -> None:
-    """Run a script, which finds its arguments, and modules beside it."""
     kept = sys.argv[:], sys.path[:]
-    sys.argv[:] = [script, *arguments]
-    sys.path.insert(0, str(Path(script).resolve().parent))
+    arguments = [each.replace("{side}", side.label) for each in options.arguments]
+    sys.argv[:] = [options.script, *arguments]
+    sys.path.insert(0, str(Path(options.script).resolve().parent))
     try:
-        runpy.run_path(script, run_name="__main__")
+        # Not compiled: recording breaks graphs apart, which takes minutes and shows nothing of sharding.
+        with (
+            side.names(),
+            torch.compiler.set_stance("force_eager"),
+            running_as_spawned(side.rank, options.ranks),
+        ):
+            runpy.run_path(options.script, run_name="__main__")
     finally:
         sys.argv[:], sys.path[:] = kept
 
@@ -146,7 +143,6 @@ class _Joined:
     """What a script that does not wait for its ranks gets: they have ended."""
 
     def join(self, *_: Any, **__: Any) -> bool:
-        """Return that all have ended."""
         return True
 
 

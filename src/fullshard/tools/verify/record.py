@@ -156,15 +156,12 @@ class Diary:
         self.paths: Mapping[int, str] = {}
 
     def note(self, **changes: object) -> None:
-        """Add facts."""
         self.run = dataclasses.replace(self.run, **changes)  # type: ignore[arg-type]
 
     def note_part(self, part: Part) -> None:
-        """Add a part."""
         self.note(parts=(*self.run.parts, part))
 
     def write_step(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write the tensors of a step."""
         own = {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
         torch.save(own, _step_file(self._folder, step))
 
@@ -192,29 +189,23 @@ def read_run(folder: Path) -> Run | None:
 
 def read_step(folder: Path, step: int) -> dict[str, torch.Tensor]:
     """Return the tensors of a step by key, mapped from their file; empty if it was not reached."""
-    path = _step_file(folder, step)
-    if not path.exists():
-        return {}
-    tensors: dict[str, torch.Tensor] = torch.load(path, weights_only=True, mmap=True)
-    return tensors
+    return _read(_step_file(folder, step))
 
 
 def read_start(folder: Path, prefix: str) -> dict[str, Any]:
     """Return what a model begins with; empty if it was not reached."""
-    path = _start_file(folder, prefix)
-    if not path.exists():
-        return {}
-    content: dict[str, Any] = torch.load(path, weights_only=True, mmap=True)
-    return content
+    return _read(_start_file(folder, prefix))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True, mmap=True) if path.exists() else {}
 
 
 def alone_folder(folder: Path) -> Path:
-    """Return where the one process writes."""
     return folder / "alone"
 
 
 def rank_folder(folder: Path, rank: int) -> Path:
-    """Return where a rank writes."""
     return folder / f"rank-{rank}"
 
 
@@ -232,7 +223,6 @@ def _step_file(folder: Path, step: int) -> Path:
 
 
 def output_key(rank: int, path: str, call: int) -> str:
-    """Return the key of an output's sample."""
     return f"output/{rank}/{path}#{call}"
 
 

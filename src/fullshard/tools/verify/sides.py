@@ -25,10 +25,11 @@ from torch import nn
 
 import fullshard
 from fullshard import FSDPModule
+from fullshard.compare.values import path_of
 from fullshard.errors import StateError
 from fullshard.tools.verify.averaging import Averaging
 from fullshard.tools.verify.casting import Casting
-from fullshard.tools.verify.models import Models, Root, plain_name, replaced
+from fullshard.tools.verify.models import Models, Root, replaced
 from fullshard.tools.verify.options import VerifyOptions
 from fullshard.tools.verify.record import (
     Diary,
@@ -174,29 +175,22 @@ class Sharded(Side):
                 wrapper.__init__ = make
 
     def sharded(self, model: nn.Module, shard: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Shard it."""
         return shard(model)
 
     def start(self, root: Root) -> None:
         """Gather the values that the model begins with, and leave them with the random states."""
         whole = _named(root, whole_parameters(root.module))
-        units = [
-            Unit(root.name(u.name), tuple(map(root.name, u.parameters)), u.divide_factor)
-            for u in units_of(root.module)
-        ]
-        self._note_start(root, fingerprints(whole.items()), ties_of(whole), units)
+        self._note_start(root, fingerprints(whole.items()), ties_of(whole), units_of(root))
         if self.options.script:
             states = _random_states()
             self.diary.write_start(root.prefix, {"parameters": whole, "random": states})
 
     def gradients(self, root: Root) -> Tensors:
-        """Gather gradients."""
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         others = [parameter for group in groups for parameter in group["params"]]
         return _named(root, whole_gradients(root.module, others=others))
 
     def parameters(self, root: Root) -> Tensors:
-        """Gather parameters."""
         return _named(root, whole_parameters(root.module))
 
 
@@ -211,20 +205,17 @@ class Unsharded(Side):
             self._before = self._values()
 
     def before_backward(self) -> tuple[str, ...]:
-        """Return what was written to."""
         before, self._before = self._before, {}
         now = self._values() if before else {}
         return tuple(name for name, value in now.items() if before.get(name, value) != value)
 
     def gradients(self, root: Root) -> Tensors:
-        """Return gradients, zeros where there are none."""
         if 0 not in self.parts:
             return {}
         named = parameters_of(root).items()
         return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
 
     def parameters(self, root: Root) -> Tensors:
-        """Return parameters."""
         return dict(parameters_of(root)) if 0 in self.parts else {}
 
     def _values(self) -> dict[str, str]:
@@ -262,17 +253,15 @@ class OneProcess(Unsharded):
     def begin_part(self, rank: int) -> None:
         """Set buffers to the rank's own. One that the forward has made or replaced has to be of that shape."""
         self.rank = rank
-        for name, buffer in self.models.roots[0].module.named_buffers():
+        for name, buffer in _named_buffers(self.models.roots[0]).items():
             value = self._buffers[rank].get(name)
             if value is not None and value.shape == buffer.shape:
                 buffer.copy_(value)
 
     def after_backward(self) -> None:
-        """Keep the rank's buffers."""
         self._buffers[self.rank] = _copied(self.models.roots[0])
 
     def buffers(self, root: Root) -> Tensors:
-        """Return those of every part."""
         return {
             key: buffer
             for rank, named in self._buffers.items()
@@ -350,7 +339,6 @@ class Whole(Unsharded):
         return written
 
     def after_backward(self) -> None:
-        """Average gradients."""
         self._casting.after_backward()
         self._averaging.after_backward()
 
@@ -386,7 +374,7 @@ def parameters_of(root: Root) -> dict[str, nn.Parameter]:
 
 def whole_parameters(model: nn.Module) -> Tensors:
     """Return whole parameters by name; on rank 0 alone. Collective."""
-    buffers = {plain_name(name) for name, _ in model.named_buffers()}
+    buffers = {path_of(name) for name, _ in model.named_buffers()}
     state = fullshard.iter_full_state(model, to_rank=0, offload=True)
     return {name: tensor for name, tensor in state if name not in buffers}
 
@@ -430,14 +418,20 @@ def ties_of(tensors: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(tied) for tied in names.values() if len(tied) > 1)
 
 
-def units_of(model: nn.Module) -> tuple[Unit, ...]:
+def units_of(root: Root) -> list[Unit]:
     """Return the units of a model; none if nothing is sharded."""
-    with contextlib.suppress(StateError):
-        return tuple(
-            Unit(u.name, (*u.direct, *u.packed, *u.flat, *u.extended), u.divide_factor)
-            for u in fullshard.describe(model).units
+    try:
+        units = fullshard.describe(root.module).units
+    except StateError:
+        return []
+    return [
+        Unit(
+            root.name(unit.name),
+            tuple(map(root.name, (*unit.direct, *unit.packed, *unit.flat, *unit.extended))),
+            unit.divide_factor,
         )
-    return ()
+        for unit in units
+    ]
 
 
 def _named_buffers(root: Root) -> Tensors:
@@ -445,7 +439,7 @@ def _named_buffers(root: Root) -> Tensors:
 
 
 def _copied(root: Root) -> Tensors:
-    return {name: buffer.detach().clone() for name, buffer in root.module.named_buffers()}
+    return {name: buffer.detach().clone() for name, buffer in _named_buffers(root).items()}
 
 
 def _named(root: Root, tensors: Tensors) -> Tensors:

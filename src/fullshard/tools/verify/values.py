@@ -9,19 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from fullshard.compare.values import digest_of
+
 
 def fingerprint(*tensors: torch.Tensor) -> str:
-    """Return a digest of dtypes, shapes and every bit of tensors."""
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        own = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(own.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    """Return a digest of every bit of tensors, with their dtypes and shapes."""
+    kinds = " ".join(f"{tensor.dtype}{tuple(tensor.shape)}" for tensor in tensors)
+    return f"{digest_of(tensors)} {kinds}"
 
 
 def fingerprints(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Return a digest of each tensor by its name."""
     return {name: fingerprint(tensor) for name, tensor in named}
 
 

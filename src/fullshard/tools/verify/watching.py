@@ -57,7 +57,6 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch inside the block."""
         backward = torch.autograd.backward
 
         def run(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -120,8 +119,12 @@ class Watch:
             self._begin_forward(module)
         self._called.append(module)
         self._recorder.before(module, inputs)
-        if len(self._called) == 1 and self._recorder.is_on and self._is_known:
+        if len(self._called) == 1 and self._sees_inputs:
             self._inputs.append(fingerprint(*tensors_in(inputs)))
+
+    @property
+    def _sees_inputs(self) -> bool:
+        return self._recorder.is_on and self._is_known and not self._batch
 
     def _begin_forward(self, module: nn.Module) -> None:
         root = self._side.models.new_root(module)
@@ -145,7 +148,7 @@ class Watch:
         while self._called.pop() is not module:  # a forward that has raised is still there
             pass
         self._recorder.after(module, inputs, output)
-        if not self._called and self._recorder.is_on and self._is_known:
+        if not self._called and self._sees_inputs:
             # Numbers of floating point may have been cast since; those in ``inputs`` were seen before.
             whole = [each for each in tensors_in(kwargs) if not each.is_floating_point()]
             self._inputs.append(fingerprint(*whole))
@@ -204,7 +207,8 @@ class Watch:
         self._in_step = bool(self._side.models.roots)
         if not self._in_step:
             self._num_unseen += 1
-            if self._num_unseen >= self._num_steps and not self._side.models.noted:
+            is_enough = self._is_script and self._num_unseen >= self._num_steps
+            if is_enough and not self._side.models.noted:
                 self.check()
             return
         with self.paused():
