@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"tools", "versions"},
     "public": BASE
     | {"faces", "comm", "drop_in", "engine", "fsdp1", "fsdp2", "migrate", "optim", "state"}
-    | {"batches", "checkpoint", "convert", "debugging", "deferred", "launching"}
+    | {"batches", "checkpoint", "compare", "convert", "deferred", "launching"}
     | {"live", "watch"},
     "errors": set(),
     "host": set(),
@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": BASE | {"host", "comm", "engine", "peers", "plan", "state", "versions"},
     "convert": BASE | {"checkpoint", "plan", "state"},
     "deferred": NEAR_TORCH | {"engine", "plan", "state"},
-    "debugging": BASE | {"checkpoint", "engine", "peers", "plan", "state", "versions"},
+    "compare": BASE | {"checkpoint", "engine", "peers", "plan", "state", "versions"},
     "batches": NEAR_TORCH | {"comm", "engine", "peers", "plan", "state"},
     "launching": BASE | {"engine", "local_ranks"},
     "live": NEAR_TORCH | {"comm", "engine", "peers", "plan", "state"},
@@ -57,7 +57,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run": BASE | {"__init__", "drop_in"},
     "models": {"deferred", "errors", "json_files"},
     "tools": BASE
-    | {"__init__", "host", "launching", "local_ranks", "models", "peers", "plan", "versions"},
+    | {
+        "__init__",
+        "compare",
+        "host",
+        "launching",
+        "local_ranks",
+        "models",
+        "peers",
+        "plan",
+        "versions",
+    },
 }
 
 # The same among the rooms inside the engine; its own files tell a step's story and use them all.
@@ -198,7 +208,7 @@ def test_cuda_is_used_in_the_runtime_alone(module: Path) -> None:
 
 # PyTorch's FSDP1 is told by the environment to evaluate in full precision. Checks are switched on for
 # programs that nobody wants to change, and so is Accelerate. Ranks inherit what their launcher has.
-_OF_ENVIRONMENT = ("fsdp1/module.py", "debugging/switches.py", "drop_in/on_cpu.py", "run.py")
+_OF_ENVIRONMENT = ("fsdp1/module.py", "compare/switches.py", "drop_in/on_cpu.py", "run.py")
 # Gloo is told by it which interface to take, and ports of ours listen there.
 _OF_ENVIRONMENT += ("launching/processes.py", "launching/rank.py", "peers/connections.py")
 
@@ -313,8 +323,8 @@ _MOST_LINES = {
     "batches": 750,
     "checkpoint": 6950,
     "comm": 3175,
+    "compare": 1350,
     "convert": 2175,
-    "debugging": 1350,
     "deferred": 570,
     "drop_in": 590,
     "engine": 11625,

@@ -19,8 +19,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fullshard.compare.record import ReplayRecord
 from fullshard.convert.hf_files import weights_of
-from fullshard.debugging.record import ReplayRecord
 from fullshard.errors import FullshardError
 from fullshard.json_files import parse_json, read_json
 from fullshard.models.blueprints import read_model_config

@@ -27,6 +27,8 @@ from fullshard.comm.collectives import (
     SymmMemReduceScatter,
 )
 from fullshard.comm.select import set_default_comm
+from fullshard.compare.replaying import Replay, ReplayDifference, replay
+from fullshard.compare.switches import debug
 from fullshard.convert.checkpoint_import import convert_checkpoint
 from fullshard.convert.dcp_export import ExportedState, export_dcp
 from fullshard.convert.hf_export import ExportedWeights, export_hf
@@ -40,9 +42,6 @@ from fullshard.convert.inspect import (
     inspect_checkpoint,
     verify_checkpoint,
 )
-from fullshard.debugging.comparing import ReplayDifference
-from fullshard.debugging.replaying import Replay, replay
-from fullshard.debugging.switches import debug
 from fullshard.deferred.building import deferred_init, materialize
 from fullshard.drop_in.install import install, uninstall
 from fullshard.engine.params.flat import FlatParameter

@@ -16,7 +16,8 @@ from fullshard.deferred import record
 from fullshard.deferred.record import last_uses
 from fullshard.deferred.recording import AsIfWithMemory, Recorder
 from fullshard.errors import StateError, UnsupportedError
-from fullshard.models.llama import Llama, LlamaConfig, init_weights
+from fullshard.models.llama import Llama, init_weights
+from fullshard.models.sizes import LlamaConfig
 from tests.api import Api
 from tests.fsdp1.models import quiet
 from tests.harness import mesh_of, on_ranks, rank, world_size

@@ -239,15 +239,10 @@ def verify(
         threads = threads_for(options.ranks, environment)
         if place is not None and keep is not None:
             from fullshard.tools.verify.rank import run_rank  # the engine, as above
-            from fullshard.tools.verify.script.rank import run_script_rank
 
-            if options.script:
-                return run_script_rank(options, place, keep, is_whole=is_whole, threads=threads)
-            return run_rank(options, place, keep, threads=threads)
-        from fullshard.tools.verify.running import verify as verify_model
-        from fullshard.tools.verify.script.running import verify_script
+            return run_rank(options, place, keep, is_whole=is_whole, threads=threads)
+        from fullshard.tools.verify.running import verify as verify_all
 
-        verify_all = verify_script if options.script else verify_model
         return verify_all(options, words, keep, threads=threads, as_json=as_json)
     except OptionError as error:
         return _refuse(error, quiet=place is not None and place.rank != 0, command="verify")

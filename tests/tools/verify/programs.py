@@ -73,14 +73,6 @@ def mean_square(model: nn.Module, parts: tuple[Tensor]) -> Tensor:
 # Faults of the model
 
 
-def build_with_rank_s_buffer() -> nn.Module:
-    """Build a model one of whose buffers is the rank's own."""
-    model = Net()
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    model.blocks[1].scale += 0.5 * rank
-    return model
-
-
 def build_unseeded() -> nn.Module:
     """Build a model from random numbers that nobody can seed."""
     model = Net()
@@ -96,12 +88,6 @@ class Clamping(nn.Linear):
         with torch.no_grad():
             self.weight.clamp_(-0.01, 0.01)
         return super().forward(x)
-
-
-def build_clamping() -> nn.Module:
-    model = Net()
-    model.blocks[1].linear = Clamping(WIDTH, WIDTH)
-    return model
 
 
 class OwnDropout(nn.Module):
@@ -185,6 +171,12 @@ def shard_with_sums(model: Any) -> nn.Module:
     sharded = shard(model)
     model.blocks[0].set_gradient_divide_factor(1.0)
     return sharded
+
+
+def shard_compiled(model: Any) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend="eager")
+    return shard(model)
 
 
 def shard_untied(model: Any) -> nn.Module:

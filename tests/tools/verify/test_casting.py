@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.tools.verify.script.casting import Casting, Precision
+from fullshard.tools.verify.casting import Casting, Precision
 
 HALF = Precision(torch.bfloat16)
 

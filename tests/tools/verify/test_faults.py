@@ -1,4 +1,4 @@
-"""`fullshard verify` on real ranks: it passes what is right, and names each planted fault."""
+"""`fullshard verify` of models on real ranks: what is recorded otherwise than of a script (`test_scripts.py`)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ import torch.distributed as dist
 
 from fullshard.tools.doctor.findings import Finding, Severity
 from fullshard.tools.progress import Silent
-from fullshard.tools.verify.alone import run_alone
 from fullshard.tools.verify.comparing import Comparison, compare
 from fullshard.tools.verify.judging import judge
 from fullshard.tools.verify.options import VerifyOptions
-from fullshard.tools.verify.program import load_program
-from fullshard.tools.verify.rank import train_sharded
-from fullshard.tools.verify.record import Diary, alone_folder, rank_folder
+from fullshard.tools.verify.rank import run_side
+from fullshard.tools.verify.sides import side_of
 from fullshard.tools.verify.supervision import Supervised
 from tests.harness import on_ranks, rank, world_size
 
@@ -34,22 +32,20 @@ def verified(folder: Path, **given: Any) -> tuple[Comparison, dict[str, Finding]
     paths = ("model", "batch", "loss", "shard")
     given |= {k: f"{HERE}:{given[k]}" for k in paths if given.get(k)}
     options = VerifyOptions(**given)
-    program = load_program(options)
     if rank() == 0:
-        with _without_group(), _supervised(Diary(alone_folder(folder))) as diary:
-            run_alone(program, diary, Silent())
-    with _supervised(Diary(rank_folder(folder, rank()))) as diary:
-        train_sharded(program, diary, torch.device("cpu"), Silent())
+        with _without_group():
+            _run(options, folder, is_whole=True)
+    _run(options, folder, is_whole=False)
     dist.barrier()
     comparison = compare(options, folder)
     bad = [each for each in judge(comparison) if each.severity is not Severity.OK]
     return comparison, {each.id: each for each in bad}
 
 
-@contextlib.contextmanager
-def _supervised(diary: Diary) -> Any:
-    with Supervised(diary, 60.0, on_stuck=lambda: None):
-        yield diary
+def _run(options: VerifyOptions, folder: Path, *, is_whole: bool) -> None:
+    side = side_of(options, folder, rank(), is_whole=is_whole)
+    with Supervised(side.diary, 60.0, on_stuck=lambda: None):
+        run_side(side, Silent())
 
 
 @contextlib.contextmanager
@@ -64,12 +60,9 @@ _MEAN_SQUARE = {"model": "build_with_batch", "batch": "", "loss": "mean_square"}
 CLEAN: dict[str, dict[str, Any]] = {
     "as it is": {},
     "fsdp1": {"api": "fsdp1"},
-    "float64": {"dtype": "fp64"},
     "bfloat16": {"dtype": "bf16"},
-    "evaluating": {"evaluates": True},
-    "sharded by a function": {"shard": "shard"},
-    "mixed precision": {**_MEAN_SQUARE, "shard": "shard_in_bf16"},
-    "a loss of its own": _MEAN_SQUARE,
+    "mixed precision, and a loss of its own": {**_MEAN_SQUARE, "shard": "shard_in_bf16"},
+    "compiled blocks": {"shard": "shard_compiled"},
     "a registered method": {"loss": "loss_by_encode", "shard": "shard_and_register"},
 }
 
@@ -106,40 +99,13 @@ def _batch_of_twelve(step: int) -> dict[str, torch.Tensor]:
 
 
 @on_ranks(2)
-def test_a_unit_that_divides_by_another_number_is_named(tmp_path: Path) -> None:
-    comparison, found = verified(tmp_path, shard="shard_with_sums")
-    finding = found["divide-factor"]
-    assert finding.where == "unit blocks.0"
-    assert finding.measured == (
-        "gradients of 4 parameters are 2 times those of the one process; divided by 1"
-    )
-    assert "summed over the ranks" in finding.advice
-    assert {d.name for d in comparison.differing if d.step == 0 and d.kind == "gradient"} == {
-        f"blocks.0.{name}" for name in ("norm.weight", "norm.bias", "linear.weight", "linear.bias")
-    }
-    assert comparison.first is not None  # the second step begins with other values
-    assert (comparison.first.step, comparison.first.output.path) == (1, "blocks.0.norm")
-
-
-@pytest.mark.parametrize("face", ["fully_shard", "fsdp1"])
-@on_ranks(2)
-def test_a_method_that_is_not_registered_is_named(face: str, tmp_path: Path) -> None:
-    _, found = verified(tmp_path, loss="loss_by_encode", api=face)
+def test_a_method_that_is_not_registered_is_named(tmp_path: Path) -> None:
+    _, found = verified(tmp_path, loss="loss_by_encode", api="fsdp1")
     finding = found["forward-method"]
     assert finding.where == "ranks 0-1"
     assert finding.measured.startswith("forward of step 0: ")
     assert "(in encode, which is not a forward)" in finding.measured
     assert 'register_fsdp_forward_method(model, "encode")' in finding.advice
-
-
-@on_ranks(2)
-def test_a_buffer_of_one_rank_is_named(tmp_path: Path) -> None:
-    comparison, found = verified(tmp_path, model="build_with_rank_s_buffer")
-    finding = found["initial-buffers"]
-    assert finding.where == "rank 1"
-    assert finding.measured.startswith("blocks.1.scale: ")
-    assert comparison.first is not None
-    assert (comparison.first.rank, comparison.first.output.path) == (1, "blocks.1.linear")
 
 
 @on_ranks(2)
@@ -154,17 +120,6 @@ def test_a_tie_that_is_lost_is_named(tmp_path: Path) -> None:
     _, found = verified(tmp_path, shard="shard_untied")
     assert found["untied"].measured.startswith("embed.weight and head.weight are one parameter")
     assert found["gradients"].measured.startswith("embed.weight, head.weight: first in step 0")
-
-
-@on_ranks(2)
-def test_a_forward_that_writes_to_weights_is_named(tmp_path: Path) -> None:
-    comparison, found = verified(tmp_path, model="build_clamping")
-    finding = found["forward-writes"]
-    assert finding.severity is Severity.PROBLEM
-    assert finding.where == "blocks.1.linear"
-    assert finding.measured == "the forward writes to blocks.1.linear.weight"
-    worst = next(d for d in comparison.worst if (d.kind, d.step) == ("parameter", 0))
-    assert worst.name == "blocks.1.linear.weight"
 
 
 @on_ranks(2)

@@ -24,10 +24,10 @@ from fullshard.tools.verify.comparing import (
     first_module,
     note_unsteady,
 )
-from fullshard.tools.verify.facts import Failure, Output, Part, Run, Unit, merged
 from fullshard.tools.verify.judging import judge, verdict_of
 from fullshard.tools.verify.options import Tolerance, VerifyOptions
 from fullshard.tools.verify.printing import as_dict
+from fullshard.tools.verify.record import Failure, Output, Part, Run, Unit, merged
 
 OPTIONS = VerifyOptions("train:build")
 FIRST = {"a.weight": "1", "a.bias": "2", "b.weight": "3"}

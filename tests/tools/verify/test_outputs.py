@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.modules import module as module_hooks
 
 from fullshard.tools.verify.outputs import SAMPLE_NUMEL, OutputRecorder, Seen
 
@@ -23,12 +24,16 @@ class _Constant(nn.Module):
 
 def _seen(model: nn.Module, *inputs: torch.Tensor) -> list[Seen]:
     recorder = OutputRecorder(CPU)
-    recorder.hook(model)
-    model(*inputs)
-    with recorder.recording() as seen:
+    recorder.know({module: path for path, module in model.named_modules()})
+    handles = [
+        module_hooks.register_module_forward_pre_hook(recorder.before),
+        module_hooks.register_module_forward_hook(recorder.after),
+    ]
+    for recorder.is_on in (False, True, False):
         model(*inputs)
-    model(*inputs)
-    return seen
+    for handle in handles:
+        handle.remove()
+    return recorder.take()
 
 
 def test_modules_are_recorded_as_they_end_and_only_when_asked() -> None:

@@ -14,7 +14,8 @@ from fullshard.tools.progress import Silent
 from fullshard.tools.verify.comparing import Comparison, compare
 from fullshard.tools.verify.judging import judge
 from fullshard.tools.verify.options import VerifyOptions
-from fullshard.tools.verify.script.rank import run_side, side_of
+from fullshard.tools.verify.rank import run_side
+from fullshard.tools.verify.sides import side_of
 from fullshard.tools.verify.supervision import Supervised
 from tests.harness import on_ranks, rank, world_size
 from tests.selection import repeats
@@ -30,7 +31,7 @@ def verified(folder: Path, *arguments: str, **given: Any) -> tuple[Comparison, d
         side = side_of(options, folder, rank(), is_whole=is_whole)
         with Supervised(side.diary, 60.0, on_stuck=lambda: None):
             warnings.simplefilter("ignore", DeprecationWarning)
-            run_side(options, side, Silent())
+            run_side(side, Silent())
         dist.barrier()
     comparison = compare(options, folder)
     bad = [each for each in judge(comparison) if each.severity is not Severity.OK]

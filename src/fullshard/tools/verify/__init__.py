@@ -1,10 +1,14 @@
 """`fullshard verify`: does the sharded model, or a script, compute what it computes when nothing is sharded?
 
-options, program    what was typed; the user's functions, and what stands in for them
-alone, rank         the two sides: one process with the whole model, and one rank of the sharded one
-training, outputs, measures, gathering, supervision    what both do alike
-record, facts       what each writes down
-comparing, judging  from records to differences, and from these to findings, without running anything
-running, printing   the whole of it, and its report
-script              the same for a training script as it is
+options            what was typed
+running, rank      the whole of it; one process of one side
+program            trains a model of the user's functions: the script of those who have none
+sides              what each side does at the moments that are recorded: sharded, one process, whole
+watching, outputs  see these moments, process-wide: forwards, backwards, optimizer steps; what modules return
+models             which models are trained; puts other functions where a script finds those that shard
+whole, casting, averaging    what is there instead of sharding; its mixed precision; means over ranks, by plain collectives
+supervision, record          what each process writes down, however it ends
+comparing, judging, judge_failures, printing    from records to differences, findings, and the report
+
+No code of the engine takes part in the whole side, nor in the one process.
 """

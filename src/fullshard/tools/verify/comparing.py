@@ -14,16 +14,20 @@ import torch
 
 from fullshard.tools.exits import Exit
 from fullshard.tools.launch import Ending
-from fullshard.tools.verify.facts import Failure, Output, Part, Run, merged
 from fullshard.tools.verify.options import Tolerance, VerifyOptions
 from fullshard.tools.verify.record import (
+    Failure,
+    Output,
+    Part,
+    Run,
     alone_folder,
+    merged,
+    output_key,
     rank_folder,
     read_run,
     read_step,
     whole_folder,
 )
-from fullshard.tools.verify.training import output_key
 
 WELL = Ending(Exit.OK)
 RANK_DIED = "RankDied"  # instead of an exception's class
@@ -67,7 +71,6 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """The difference over the largest value."""
         return self.worst / self.scale if self.scale else math.inf if self.worst else 0.0
 
 
@@ -121,7 +124,6 @@ class Comparison:
 
     @property
     def reference(self) -> str:
-        """What the ranks are compared with."""
         return "whole model" if self.options.script else "one process"
 
     @property

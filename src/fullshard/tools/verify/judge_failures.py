@@ -5,7 +5,7 @@ from typing import Any
 
 from fullshard.tools.doctor.findings import Finding, Severity, counted, numbered
 from fullshard.tools.verify.comparing import Comparison
-from fullshard.tools.verify.facts import Failure
+from fullshard.tools.verify.record import Failure
 
 _WITH_FORWARDS = ("forward", "the script")
 _ADVICE_ON_NOTHING = (

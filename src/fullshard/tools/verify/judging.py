@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from fullshard.tools.doctor.findings import Finding, Severity, counted, numbered
 from fullshard.tools.verify.comparing import KINDS, Comparison, Difference
-from fullshard.tools.verify.facts import Unit
 from fullshard.tools.verify.judge_failures import grouped, judge_deaths, judge_failures
 from fullshard.tools.verify.options import VerifyOptions
+from fullshard.tools.verify.record import Unit
 
 _NUM_NAMES = 4
 _SAME_RATIO = 0.01  # two gradients are scaled alike if their factors differ by less
@@ -27,7 +27,6 @@ def judge(comparison: Comparison) -> list[Finding]:
 
 
 def verdict_of(findings: Iterable[Finding]) -> Severity:
-    """Return the worst severity."""
     order = list(Severity)
     return min((each.severity for each in findings), key=order.index, default=Severity.OK)
 
@@ -373,7 +372,6 @@ def _whose(differing: Sequence[Difference]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """List names: "a, b, c, d and 3 more"."""
     shown = ", ".join(names[:_NUM_NAMES])
     more = len(names) - _NUM_NAMES
     return f"{shown} and {more} more" if more > 0 else shown

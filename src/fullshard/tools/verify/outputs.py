@@ -3,16 +3,15 @@
 Paths are those of the plain model on both sides.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fullshard.tools.verify.facts import Output
-from fullshard.tools.verify.program import tensors_in
+from fullshard.compare.values import local_of, sample_of
+from fullshard.tools.verify.record import Output
+from fullshard.tools.verify.values import tensors_in
 
 SAMPLE_NUMEL = 2048
 
@@ -48,24 +47,6 @@ class OutputRecorder:
             self.paths[id(module)] = path
             self._kinds[id(module)] = type(module).__name__
 
-    def hook(self, model: nn.Module) -> None:
-        """Know a model's modules, and set hooks on each."""
-        self.know({module: path for path, module in model.named_modules()})
-        for module in model.modules():
-            module.register_forward_pre_hook(self.before)
-            module.register_forward_hook(self.after)
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[list[Seen]]:
-        """Record in the block alone, as a step of its own; the list is whole when it ends."""
-        self.begin_step()
-        self.is_on, seen = True, list[Seen]()
-        try:
-            yield seen
-        finally:
-            self.is_on = False
-            seen += self.take()
-
     def begin_step(self) -> None:
         """Forget what was recorded, and count calls from 0."""
         self._seen, self._calls, self._begun = [], {}, []
@@ -91,7 +72,7 @@ class OutputRecorder:
         path = self.paths[id(module)]
         call = self._calls.get(path, 0)
         self._calls[path] = call + 1
-        tensors = [_local(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()]
+        tensors = [local_of(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()]
         if not tensors:
             return
         has_drawn = not all(map(torch.equal, before, self._random_state()))
@@ -117,13 +98,7 @@ class OutputRecorder:
         return states
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.reshape(-1)
-    norm = torch.linalg.vector_norm(flat, dtype=torch.float64) / max(1, flat.numel()) ** 0.5
-    every = max(1, -(-flat.numel() // SAMPLE_NUMEL))
-    return torch.cat([flat[::every].double(), norm.reshape(1)]).cpu()
+    norm = torch.linalg.vector_norm(tensor.reshape(-1), dtype=torch.float64)
+    mean = norm / max(1, tensor.numel()) ** 0.5
+    return torch.cat([sample_of(tensor, SAMPLE_NUMEL), mean.reshape(1).cpu()])

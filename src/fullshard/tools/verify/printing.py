@@ -16,8 +16,8 @@ from fullshard.tools.exits import Exit
 from fullshard.tools.json_text import json_text
 from fullshard.tools.progress import as_it_is
 from fullshard.tools.verify.comparing import RANK_DIED, Comparison, Difference
-from fullshard.tools.verify.facts import Run
 from fullshard.tools.verify.judging import judge, verdict_of
+from fullshard.tools.verify.record import Run
 
 _PLAIN_WIDTH = 120  # of a pipe or a file
 

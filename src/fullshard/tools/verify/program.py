@@ -1,13 +1,9 @@
-"""The user's functions: a model, batches, a loss, and how the model is sharded; with what stands in for them."""
+"""The program that trains a model of the user's functions, on whatever side: what a script is of other users."""
 
-import copy
 import dataclasses
-import hashlib
-import random
-from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -15,13 +11,40 @@ import fullshard
 from fullshard.tools.config import OptionError
 from fullshard.tools.import_path import function_at
 from fullshard.tools.verify.options import DTYPES, VerifyOptions
+from fullshard.tools.verify.sides import Side
+from fullshard.tools.verify.values import fingerprint, fingerprints, mapped, seed_all, tensors_in
+from fullshard.tools.verify.watching import Watch
 
 
-class Subject(NamedTuple):
-    """What is trained: a plain model, and the whole batch of a step."""
+def train(program: "Program", side: Side, watch: Watch) -> None:
+    """Train with plain SGD: a difference of parameters is then one of gradients, times the learning rate.
 
-    model: nn.Module
-    batch: Callable[[int], Any]
+    A rank computes its own part of each step's batch, sharded. The one process computes those of all ranks in turn,
+    each divided by their number: that is what data-parallel training has to give, whatever the loss is: the mean over
+    ranks of each rank's mean. Random generators are seeded by step and rank, so masks of dropout are the same.
+    """
+    options, diary = program.options, side.diary
+    diary.phase = "building the model"
+    with watch.paused():
+        plain, batch_of = program.make()
+        watch.know({module: path for path, module in plain.named_modules()})
+        diary.note(own=fingerprints(plain.named_parameters(remove_duplicate=False)))
+        diary.phase = "sharding"
+        model = side.sharded(plain, program.sharded)
+        watch.add_model(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=options.lr)
+    for step in range(options.steps):
+        for rank in side.parts:
+            diary.step, diary.phase = step, "making a batch"
+            with watch.paused():
+                part = program.part(batch_of, step, rank)
+                watch.begin_part(rank, fingerprint(*tensors_in(part)))
+            diary.phase = "forward"
+            seed_all(options.seed, step, rank)
+            loss = program.loss_of(model, part)
+            loss.backward(torch.full_like(loss, 1 / len(side.parts)))
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +57,8 @@ class Program:
     loss: Callable[[nn.Module, Any], Any] | None
     shard: Callable[[nn.Module], Any] | None
 
-    def make(self, device: torch.device) -> Subject:
-        """Build the model from the seed. Raises OptionError if that gives no model and batch."""
+    def make(self) -> tuple[nn.Module, Callable[[int], Any]]:
+        """Build the plain model from the seed, and what gives whole batches. Raises OptionError if that gives no model and batch."""
         options = self.options
         seed_all(options.seed)
         made = self.build_model()
@@ -57,12 +80,13 @@ class Program:
                 "to begin with. Return one that has memory."
             )
         made.train(not options.evaluates)
-        return Subject(made.to(device=device, dtype=DTYPES.get(options.dtype)), batch)
+        made = made.to(device=torch.device(options.device), dtype=DTYPES.get(options.dtype))
+        return made, batch
 
-    def part(self, subject: Subject, step: int, rank: int, device: torch.device) -> Any:
+    def part(self, batch: Callable[[int], Any], step: int, rank: int) -> Any:
         """Return a rank's part of a step's batch. Raises OptionError if it cannot be divided."""
         seed_all(self.options.seed, step)
-        whole = subject.batch(step)
+        whole = batch(step)
         if not tensors_in(whole):
             raise OptionError(
                 f"the batch of step {step} is a {type(whole).__name__} without tensors. Give a tensor, or "
@@ -71,7 +95,7 @@ class Program:
         dtype = DTYPES.get(self.options.dtype)
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
-            own = _cut(tensor, rank, self.options.ranks, step).to(device)
+            own = _cut(tensor, rank, self.options.ranks, step).to(self.options.device)
             return own.to(dtype) if own.is_floating_point() else own
 
         return mapped(cut, whole)
@@ -134,43 +158,6 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
             own = (c for c in children if not isinstance(c, (nn.ModuleList, nn.ModuleDict)))
             blocks |= {id(child): child for child in own if child is not model}
     return list(blocks.values())
-
-
-def seed_all(*numbers: int) -> None:
-    """Seed Python's, NumPy's and torch's generators from numbers, such as seed, step and rank."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest()
-    seed = int.from_bytes(digest, "little")
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
-def mapped(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Return nested tuples, lists and dicts with their tensors changed; other values stay."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, Mapping):  # libraries return mappings of classes of their own
-        copied = copy.copy(value) if isinstance(value, MutableMapping) else {}
-        for key, each in value.items():
-            copied[key] = mapped(change, each)
-        return copied
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(change, each) for each in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(mapped(change, each) for each in value)
-    return value
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested tuples, lists and dicts, in order."""
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    mapped(note, value)
-    return found
 
 
 def _cut(tensor: torch.Tensor, rank: int, num_ranks: int, step: int) -> torch.Tensor:

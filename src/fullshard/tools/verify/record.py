@@ -1,4 +1,4 @@
-"""A process's record: a folder with its facts, and the tensors of each step.
+"""What a process records: facts, as frozen values that go through JSON, and the tensors of each step.
 
     folder/alone/run.json       facts
     folder/alone/step-0.pt      tensors by key: "gradient/NAME", "buffer/RANK/NAME", ...
@@ -12,7 +12,7 @@ unpickling objects (`weights_only`), a tensor at a time.
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,125 @@ import torch
 
 from fullshard.json_files import read_json
 from fullshard.tools.config import OptionError
-from fullshard.tools.verify.facts import Failure, Part, Run
+
+_OF_FOLLOWERS = ("PeerLostError", "PeerTimeoutError", "DivergenceError", "DistBackendError")
+_SAID_BY_FOLLOWERS = (
+    "gloo/transport",
+    "Connection reset by peer",
+    "Connection closed by peer",
+    "waits for other ranks",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Output:
+    """What a module returned in a forward.
+
+    path: of the module in the model before sharding; "" is the model. call: counts its calls, from 0.
+    kind: the module's class. dtype, shape: of the first tensor in the output.
+    is_random: whether random numbers were drawn meanwhile, or the module holds a generator of its own.
+    """
+
+    path: str
+    call: int
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    is_random: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """The forward of one part of a batch: that of one rank.
+
+    batch: fingerprint of the part. written: parameters that had other values after the forward.
+    backward: which of the step's backwards it ends with, from 0.
+    """
+
+    step: int
+    rank: int
+    loss: float
+    batch: str = ""
+    outputs: tuple[Output, ...] = ()
+    written: tuple[str, ...] = ()
+    backward: int = 0
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Step, rank and backward, by which two sides' parts are compared."""
+        return self.step, self.rank, self.backward
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a process ended before its last step.
+
+    calls: methods of modules that were under way, outermost first: "blocks.0.forward".
+    line: the innermost that is not of a library: "train.py:40"; empty if there is none.
+    """
+
+    phase: str
+    step: int | None
+    kind: str
+    text: str
+    calls: tuple[str, ...] = ()
+    trace: str = ""
+    line: str = ""
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether it may come from another rank's."""
+        said = any(text in self.text for text in _SAID_BY_FOLLOWERS)
+        return said or self.kind in _OF_FOLLOWERS
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unit:
+    """A unit of the sharded model: names of its parameters, and what their gradients are divided by."""
+
+    name: str
+    parameters: tuple[str, ...]
+    divide_factor: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """One process, from the model's first values to its last step, or to its failure.
+
+    own: fingerprint of every parameter as this process made it; of a script's, of those that it has not changed
+        after it gave them to be sharded.
+    initial: the same before the first step: of whole parameters after sharding (rank 0 and the one process).
+    buffers: fingerprints of buffers before the first step.
+    ties: names that share a parameter.
+    seconds: of each step, without the recording between steps.
+    seeds: whether a script seeds torch's generator before it builds its models.
+    peak_nbytes: above what the process held before it made the model; None where nothing says so.
+    """
+
+    own: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    initial: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    buffers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ties: tuple[tuple[str, ...], ...] = ()
+    units: tuple[Unit, ...] = ()
+    parts: tuple[Part, ...] = ()
+    seconds: tuple[float, ...] = ()
+    peak_nbytes: int | None = None
+    seeds: bool = False
+    warnings: tuple[str, ...] = ()
+    failure: Failure | None = None
+
+
+def merged(runs: Sequence[Run]) -> Run:
+    """Return several ranks' runs of one side as one: the first rank's, with the parts of all, and what failed first."""
+    if not runs:
+        return Run()
+    failures = [run.failure for run in runs if run.failure is not None]
+    return dataclasses.replace(
+        runs[0],
+        parts=tuple(part for run in runs for part in run.parts),
+        warnings=tuple(dict.fromkeys(text for run in runs for text in run.warnings)),
+        failure=min(failures, key=lambda failure: failure.may_follow, default=None),
+    )
 
 
 class Diary:
@@ -38,15 +156,12 @@ class Diary:
         self.paths: Mapping[int, str] = {}
 
     def note(self, **changes: object) -> None:
-        """Add facts."""
         self.run = dataclasses.replace(self.run, **changes)  # type: ignore[arg-type]
 
     def note_part(self, part: Part) -> None:
-        """Add a part."""
         self.note(parts=(*self.run.parts, part))
 
     def write_step(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write the tensors of a step."""
         own = {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
         torch.save(own, _step_file(self._folder, step))
 
@@ -74,29 +189,23 @@ def read_run(folder: Path) -> Run | None:
 
 def read_step(folder: Path, step: int) -> dict[str, torch.Tensor]:
     """Return the tensors of a step by key, mapped from their file; empty if it was not reached."""
-    path = _step_file(folder, step)
-    if not path.exists():
-        return {}
-    tensors: dict[str, torch.Tensor] = torch.load(path, weights_only=True, mmap=True)
-    return tensors
+    return _read(_step_file(folder, step))
 
 
 def read_start(folder: Path, prefix: str) -> dict[str, Any]:
     """Return what a model begins with; empty if it was not reached."""
-    path = _start_file(folder, prefix)
-    if not path.exists():
-        return {}
-    content: dict[str, Any] = torch.load(path, weights_only=True, mmap=True)
-    return content
+    return _read(_start_file(folder, prefix))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True, mmap=True) if path.exists() else {}
 
 
 def alone_folder(folder: Path) -> Path:
-    """Return where the one process writes."""
     return folder / "alone"
 
 
 def rank_folder(folder: Path, rank: int) -> Path:
-    """Return where a rank writes."""
     return folder / f"rank-{rank}"
 
 
@@ -111,3 +220,18 @@ def _start_file(folder: Path, prefix: str) -> Path:
 
 def _step_file(folder: Path, step: int) -> Path:
     return folder / f"step-{step}.pt"
+
+
+def output_key(rank: int, path: str, call: int) -> str:
+    return f"output/{rank}/{path}#{call}"
+
+
+def keyed(kind: str, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors by key: kind "buffer/1" and name "norm.mean" give "buffer/1/norm.mean"."""
+    return {f"{kind}/{name}": tensor for name, tensor in named.items()}
+
+
+def keyless(kind: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a kind by name: the way back from `keyed`."""
+    own = f"{kind}/"
+    return {key.removeprefix(own): each for key, each in tensors.items() if key.startswith(own)}

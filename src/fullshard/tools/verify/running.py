@@ -1,4 +1,4 @@
-"""One verification from start to end: the one process here, then the ranks, then the report."""
+"""One verification from start to end: both sides, then the report."""
 
 import contextlib
 import dataclasses
@@ -14,44 +14,60 @@ import torch
 
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
-from fullshard.tools.launch import launch
+from fullshard.tools.launch import Ending, launch
 from fullshard.tools.progress import Reporting
-from fullshard.tools.verify.alone import run_alone
 from fullshard.tools.verify.comparing import WELL, compare
 from fullshard.tools.verify.options import VerifyOptions
 from fullshard.tools.verify.printing import show
-from fullshard.tools.verify.program import load_program
-from fullshard.tools.verify.record import Diary, alone_folder
+from fullshard.tools.verify.rank import run_side
+from fullshard.tools.verify.record import rank_folder, read_run
+from fullshard.tools.verify.sides import side_of
 from fullshard.tools.verify.supervision import Supervised
 
 
 def verify(
     options: VerifyOptions, words: Sequence[str], keep: Path | None, *, threads: int, as_json: bool
 ) -> Exit:
-    """Train in this process and on ranks, compare, and print the report. Raises OptionError.
+    """Run a script sharded, then whole; or train in this process, then on ranks. Print the report.
 
     words: what was typed, for the ranks to read again. keep: where records stay, if they are to.
-    threads: of each process, so that both sides add up in the same order where they can.
+    threads: of each process, so that both sides add up in the same order where they can. Raises OptionError.
     """
     began = time.monotonic()
+
+    def start(*words_before: str) -> Ending:
+        # Of an option that is given twice the last counts, which is the same folder.
+        arguments = ["verify", *words_before, "--keep", str(folder), *words]
+        return launch(arguments, ranks=options.ranks, threads=threads)
+
     with records_folder(keep) as folder:
-        ending = WELL
-        torch.set_num_threads(threads)
-        if _alone(options, folder, is_kept=keep is not None, as_json=as_json):
-            # Of an option that is given twice the last counts, which is the same folder.
-            arguments = ["verify", "--keep", str(folder), *words]
-            ending = launch(arguments, ranks=options.ranks, threads=threads)
-        if ending.code is Exit.STOPPED:
+        ending = ending_of_whole = WELL
+        if options.script:
+            ending = start()
+            if ending.code is Exit.OK and not _has_nothing(options, folder):
+                ending_of_whole = start("--whole")
+        else:
+            torch.set_num_threads(threads)
+            if _alone(options, folder, is_kept=keep is not None, as_json=as_json):
+                ending = start()
+        if Exit.STOPPED in (ending.code, ending_of_whole.code):
             print("fullshard verify: stopped", file=sys.stderr)
             return Exit.FAILED
-        comparison = compare(options, folder, ending=ending)
+        comparison = compare(options, folder, ending=ending, ending_of_whole=ending_of_whole)
     seconds = time.monotonic() - began
     return show(dataclasses.replace(comparison, seconds=seconds), as_json=as_json)
 
 
+def _has_nothing(options: VerifyOptions, folder: Path) -> bool:
+    """Return whether a rank found nothing to compare, which the other side would find as well."""
+    runs = [read_run(rank_folder(folder, rank)) for rank in range(options.ranks)]
+    kinds = {run.failure.kind for run in runs if run is not None and run.failure is not None}
+    return "NothingToCompareError" in kinds
+
+
 def _alone(options: VerifyOptions, folder: Path, *, is_kept: bool, as_json: bool) -> bool:
     """Return whether the one process got to its end."""
-    diary = Diary(alone_folder(folder))
+    side = side_of(options, folder, 0, is_whole=True)
 
     def end_stuck() -> None:
         code = show(compare(options, folder), as_json=as_json)
@@ -62,12 +78,9 @@ def _alone(options: VerifyOptions, folder: Path, *, is_kept: bool, as_json: bool
 
     with Reporting(rank=0) as report:
         report.note(f"one process: {options.steps} steps, not sharded")
-        with Supervised(diary, options.timeout_s, on_stuck=end_stuck, passing=(OptionError,)):
-            diary.phase = "importing"
-            program = load_program(options)
-            report.begin(total=options.steps, done=0)
-            run_alone(program, diary, report)
-    return diary.run.failure is None
+        with Supervised(side.diary, options.timeout_s, on_stuck=end_stuck, passing=(OptionError,)):
+            run_side(side, report)
+    return side.diary.run.failure is None
 
 
 @contextlib.contextmanager

@@ -3,16 +3,23 @@
 import contextlib
 import faulthandler
 import sys
+import sysconfig
 import tempfile
 import threading
+import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 
-from fullshard.tools.verify.facts import Failure
-from fullshard.tools.verify.measures import failure_of, stuck_at
-from fullshard.tools.verify.record import Diary
+import torch.distributed as dist
+from torch import nn
 
+import fullshard
+from fullshard.tools.verify.record import Diary, Failure
+
+_PACKAGE = Path(fullshard.__file__).parent
+_OF_TORCH = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 _SLACK_S = 15.0  # after which a process that cannot even write its record is ended
 
 
@@ -89,3 +96,39 @@ class Supervised:
         diary.write(Failure(diary.phase, diary.step, "TimeoutError", text, trace=trace, line=line))
         self._inner.close()  # standard output is what it was, for a report
         self._on_stuck()
+
+
+def failure_of(
+    error: BaseException, phase: str, step: int | None, paths: Mapping[int, str]
+) -> Failure:
+    """Say where an exception came from. paths: of the model's modules by their ids."""
+    calls: list[str] = []
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        path, method = paths.get(id(frame.f_locals.get("self"))), frame.f_code.co_name
+        is_torch = frame.f_code.co_filename == nn.modules.module.__file__ or method in _OF_TORCH
+        if path is not None and not is_torch:
+            calls.append(f"{path}.{method}".removeprefix("."))
+    text = str(error) or type(error).__name__
+    trace = "".join(traceback.format_exception(error))
+    places = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
+    kind = type(error).__name__
+    return Failure(phase, step, kind, text, tuple(calls), trace, line_of_user(places))
+
+
+def line_of_user(places: Sequence[tuple[str, int]]) -> str:
+    """Return the innermost of files and lines, which begin with the outermost, that is of no library."""
+    libraries = (
+        str(_PACKAGE),
+        *(sysconfig.get_path(n) for n in ("stdlib", "purelib", "platlib")),
+        "<",
+    )
+    own = [f"{file}:{line}" for file, line in places if not file.startswith(libraries)]
+    return own[-1] if own else ""
+
+
+def stuck_at(thread: int) -> tuple[str, bool]:
+    """Return a thread's line as `line_of_user`, and whether it waits in a collective for other ranks."""
+    frames = list(traceback.walk_stack(sys._current_frames()[thread]))
+    places = [(frame.f_code.co_filename, line) for frame, line in frames]
+    waits = places[0][0].startswith((str(_PACKAGE), str(Path(dist.__file__).parent)))
+    return line_of_user(places[::-1]), waits

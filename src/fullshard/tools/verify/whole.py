@@ -33,8 +33,8 @@ from fullshard import (
     weighted_loss,
 )
 from fullshard.errors import UnsupportedError
-from fullshard.tools.verify.script.averaging import Averaging
-from fullshard.tools.verify.script.casting import Casting, Precision
+from fullshard.tools.verify.averaging import Averaging
+from fullshard.tools.verify.casting import Casting, Precision
 
 
 class _Run(NamedTuple):
@@ -98,7 +98,6 @@ class WholeModule(Whole):
         self._verify_run.averaging.always_fill(self, does=does, recurse=recurse)
 
     def finalize_backward(self, *, async_op: bool = False) -> Any:
-        """Average what waits."""
         self._verify_run.averaging.before_backward()
         self._verify_run.averaging.after_backward()
         return GradientReductionHandle() if async_op else None
@@ -131,7 +130,6 @@ class WholeWrapper(Whole):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients wait inside the block."""
         self._verify_run.averaging.synchronise(self, does=False)
         try:
             yield
@@ -145,7 +143,6 @@ class WholeWrapper(Whole):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
-        """Return what was wrapped in a module, itself included."""
         found: list[nn.Module] = [m for m in module.modules() if isinstance(m, WholeWrapper)]
         return found[:1] if root_only else found
 

@@ -28,8 +28,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
-from fullshard.debugging import recording
-from fullshard.debugging.record import ReplayRecord
+from fullshard.compare import recording
+from fullshard.compare.record import ReplayRecord
 from fullshard.engine.observer import watchers
 from fullshard.errors import CheckpointError, MisuseError, StateError
 from tests.api import Api

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fullshard.checkpoint.read import naming_malformed
-from fullshard.debugging.tape import Event, Seen
+from fullshard.compare.tape import Event, Seen
 from fullshard.errors import CheckpointError
 from fullshard.json_files import as_typed, read_json
 from fullshard.versions import VERSION

@@ -6,23 +6,21 @@ digest of all its bits is kept, and a sample that tells how far two of them are 
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from fullshard.compare.values import digest_of, local_of, path_of, sample_of
 from fullshard.engine.iteration import Iteration
 from fullshard.engine.module_state import named_states, names_of_units
 from fullshard.engine.observer import PassWatcher, watchers
 from fullshard.engine.precision import differentiable_tensors, map_tensors
 from fullshard.engine.runtime import eager
 from fullshard.engine.unit import Unit
-from fullshard.plan.units import clean_name, lowest_common_unit, without_compile
-from fullshard.state.host_memory import host_bytes
+from fullshard.plan.units import lowest_common_unit
 
 INPUT, OUTPUT, GRADIENT, REDUCED = "input", "output", "gradient", "reduced gradient"
 FORWARD, BACKWARD = "forward", "backward"
@@ -93,7 +91,7 @@ class Tape(PassWatcher):
         self.events: list[Event] = []
         self.outputs: list[list[torch.Tensor]] = []
         named = named_states(model)
-        self.units = {unit: without_compile(name) for unit, name in names_of_units(named).items()}
+        self.units = {unit: path_of(name) for unit, name in names_of_units(named).items()}
         self._places = {name for names in self.units.values() for name in names.split(", ")}
         self._modules = modules_by_path(model)
         self._paths = {id(module): path_of(name) for name, module in model.named_modules()}
@@ -147,7 +145,7 @@ class Tape(PassWatcher):
         if unit in self.units and self._is_in(BACKWARD):
             for param, grad in zip(unit.managed, grads, strict=True):
                 if grad is not None:
-                    self.see(GRADIENT, without_compile(param.name), [grad], unit=self.units[unit])
+                    self.see(GRADIENT, path_of(param.name), [grad], unit=self.units[unit])
 
     def backward_ends(self, iteration: Iteration) -> None:
         if self._is_own(iteration) and self._is_in(BACKWARD):
@@ -165,12 +163,12 @@ class Tape(PassWatcher):
                     continue  # a sum of this rank's own, which waits
                 if (grad := holder.local_grad) is not None:
                     # Plus 0, as gradients may have been zeros that these were added to: -0 is then 0.
-                    yield unit, without_compile(param.name), grad + 0
+                    yield unit, path_of(param.name), grad + 0
 
     def _reduced_digests(self) -> dict[str, str]:
         """Return digests of reduced gradients, but those that are zero."""
         reduced = self._reduced()
-        return {name: _digest([grad]) for _, name, grad in reduced if grad.count_nonzero()}
+        return {name: digest_of([grad]) for _, name, grad in reduced if grad.count_nonzero()}
 
     def _is_own(self, iteration: Iteration) -> bool:
         return any(unit in self.units for unit in iteration.units)
@@ -273,8 +271,8 @@ class Tape(PassWatcher):
                 unit=unit,
                 shape=tuple(parts[0].shape),
                 dtype=str(parts[0].dtype),
-                digest=_digest(parts),
-                sample=torch.cat([_sample(part) for part in parts]),
+                digest=digest_of(parts),
+                sample=torch.cat([sample_of(part, _SAMPLE_NUMEL) for part in parts]),
             )
         )
 
@@ -284,32 +282,8 @@ def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
     return {path_of(name): module for name, module in model.named_modules()}
 
 
-def path_of(name: str) -> str:
-    """Return the path of a module, parameter or buffer as before sharding."""
-    return without_compile(clean_name(name))
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, without its graph."""
-    tensor = tensor.detach()
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _with_memory(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's part of a tensor; None if it has no memory that can be read in order."""
     local = local_of(tensor)
     is_plain = type(local) in (torch.Tensor, nn.Parameter)
     return local if is_plain and local.layout is torch.strided and not local.is_meta else None
-
-
-def _digest(tensors: Sequence[torch.Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        digest.update(host_bytes(tensor))
-    return digest.hexdigest()
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
-    every = max(1, -(-flat.numel() // _SAMPLE_NUMEL))
-    return flat[::every].to("cpu", torch.float64)

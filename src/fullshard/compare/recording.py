@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.checkpoint.save import save_checkpoint
-from fullshard.debugging.record import Inputs, ReplayRecord
-from fullshard.debugging.surroundings import device_of, surroundings
-from fullshard.debugging.tape import BACKWARD, FORWARD, Event, Tape, local_of
+from fullshard.compare.record import Inputs, ReplayRecord
+from fullshard.compare.surroundings import device_of, surroundings
+from fullshard.compare.tape import BACKWARD, FORWARD, Event, Tape
+from fullshard.compare.values import local_of
 from fullshard.engine.module_state import ModuleState
 from fullshard.engine.observer import PassWatcher, watchers
 from fullshard.engine.precision import map_tensors

@@ -1,11 +1,12 @@
-"""Sees what a script does, process-wide, by hooks on all modules and optimizers, and writes it down."""
+"""Sees what a program does, process-wide, by hooks on all modules and optimizers, and writes it down."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
@@ -13,13 +14,11 @@ from torch.optim import optimizer as optimizer_hooks
 from fullshard import FullyShardedDataParallel
 from fullshard.errors import UnsupportedError
 from fullshard.tools.progress import Reporter
-from fullshard.tools.verify.facts import Part
-from fullshard.tools.verify.gathering import buffers_of
-from fullshard.tools.verify.measures import Meter, fingerprint
+from fullshard.tools.verify.models import Root
 from fullshard.tools.verify.outputs import OutputRecorder
-from fullshard.tools.verify.program import tensors_in
-from fullshard.tools.verify.script.sides import Side, Tensors
-from fullshard.tools.verify.training import keyed, output_key
+from fullshard.tools.verify.record import Part, keyed, output_key
+from fullshard.tools.verify.sides import Side, Tensors
+from fullshard.tools.verify.values import fingerprint, tensors_in
 
 
 class EnoughError(BaseException):
@@ -31,19 +30,17 @@ class NothingToCompareError(Exception):
 
 
 class Watch:
-    """One rank of one side, while the script runs. Recording is no part of the time that it takes, but that of outputs."""
+    """One process of one side, while its program runs. Recording is no part of the time that it takes, but that of outputs.
 
-    def __init__(
-        self,
-        side: Side,
-        num_steps: int,
-        device: torch.device,
-        report: Reporter,
-        on_over: Callable[[], object],
-    ) -> None:
+    on_over: called after the last step, when all is recorded, before the program is ended.
+    """
+
+    def __init__(self, side: Side, report: Reporter, on_over: Callable[[], object]) -> None:
         self._on_over = on_over
         self._side, self._diary, self._report = side, side.diary, report
-        self._num_steps = num_steps
+        self._num_steps = side.options.steps
+        self._is_script = bool(side.options.script)
+        device = torch.device(side.options.device)
         self._recorder = OutputRecorder(device)
         self._meter = Meter(device)
         self._clock = contextlib.ExitStack()
@@ -53,13 +50,13 @@ class Watch:
         self._called: list[nn.Module] = []  # the modules that run now
         self._is_known = False  # whether the outermost of them is of a model that is sharded
         self._inputs: list[str] = []
+        self._batch = ""  # the fingerprint that takes the place of those of inputs
         self._tensors: Tensors = {}
         self._in_backward = self._in_step = False
         self.is_over = False
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch inside the block."""
         backward = torch.autograd.backward
 
         def run(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -81,6 +78,25 @@ class Watch:
             for handle in handles:
                 handle.remove()
 
+    # Of a program that says what it does
+
+    def know(self, paths: Mapping[nn.Module, str]) -> None:
+        """Record what modules return, under these paths."""
+        self._recorder.know(paths)
+        self._diary.paths = self._recorder.paths
+
+    def add_model(self, model: nn.Module) -> None:
+        """Watch a model whose modules are known already. Collective, and to be called while `paused`."""
+        self._start(self._side.models.add(model))
+
+    def begin_part(self, rank: int, batch: str) -> None:
+        """See that the part of a rank begins. batch: the fingerprint of what it is computed from."""
+        self._side.begin_part(rank)
+        self._recorder.begin_step()
+        self._num_backwards, self._batch = 0, batch
+
+    # Of any
+
     def check(self) -> None:
         """Raise NothingToCompareError if the script has ended without anything to compare."""
         if not self._side.models.noted:
@@ -99,25 +115,32 @@ class Watch:
         if self._in_backward:
             return
         if not self._called:
-            self._recorder.is_on = torch.is_grad_enabled()
+            self._recorder.is_on = torch.is_grad_enabled() or not self._is_script
             self._begin_forward(module)
         self._called.append(module)
         self._recorder.before(module, inputs)
-        if len(self._called) == 1 and self._recorder.is_on and self._is_known:
+        if len(self._called) == 1 and self._sees_inputs:
             self._inputs.append(fingerprint(*tensors_in(inputs)))
+
+    @property
+    def _sees_inputs(self) -> bool:
+        return self._recorder.is_on and self._is_known and not self._batch
 
     def _begin_forward(self, module: nn.Module) -> None:
         root = self._side.models.new_root(module)
-        with self._paused():
+        with self.paused():
             if root is not None:
-                self._diary.phase = "gathering parameters"
                 self._recorder.know(self._side.models.paths())
-                self._side.start(root)
+                self._start(root)
             own = module.module if isinstance(module, FullyShardedDataParallel) else module
             self._is_known = id(own) in self._recorder.paths  # a wrapper has none
             if self._is_known and torch.is_grad_enabled():
                 self._side.before_forward()
                 self._diary.phase, self._diary.step = "forward", self._step
+
+    def _start(self, root: Root) -> None:
+        self._diary.phase = "gathering parameters"
+        self._side.start(root)
 
     def _after_module(self, module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
         if not any(each is module for each in self._called):
@@ -125,7 +148,7 @@ class Watch:
         while self._called.pop() is not module:  # a forward that has raised is still there
             pass
         self._recorder.after(module, inputs, output)
-        if not self._called and self._recorder.is_on and self._is_known:
+        if not self._called and self._sees_inputs:
             # Numbers of floating point may have been cast since; those in ``inputs`` were seen before.
             whole = [each for each in tensors_in(kwargs) if not each.is_floating_point()]
             self._inputs.append(fingerprint(*whole))
@@ -137,20 +160,20 @@ class Watch:
         if self._in_backward or not self._side.models.roots:
             backward(tensors, *args, **kwargs)
             return
-        with self._paused():
+        with self.paused():
             self._note_part(tensors)
         self._diary.phase, self._in_backward = "backward", True
         try:
             backward(tensors, *args, **kwargs)
         finally:
             self._in_backward = False
-        with self._paused():
+        with self.paused():
             self._side.after_backward()
             self._note_gradients("gradient")
         self._diary.phase = "after a backward"
 
     def _note_part(self, tensors: Any) -> None:
-        rank = dist.get_rank()
+        rank = self._side.rank
         written = self._side.before_backward()
         losses = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         seen = self._recorder.take()
@@ -159,7 +182,7 @@ class Watch:
             self._step,
             rank,
             loss,
-            " ".join(self._inputs),
+            self._batch or " ".join(self._inputs),
             tuple(output for output, _ in seen),
             written,
             self._num_backwards,
@@ -184,14 +207,16 @@ class Watch:
         self._in_step = bool(self._side.models.roots)
         if not self._in_step:
             self._num_unseen += 1
-            if self._num_unseen >= self._num_steps and not self._side.models.noted:
+            is_enough = self._is_script and self._num_unseen >= self._num_steps
+            if is_enough and not self._side.models.noted:
                 self.check()
             return
-        with self._paused():
-            self._note_gradients("final-gradient")
+        with self.paused():
+            if self._is_script:
+                self._note_gradients("final-gradient")
             for root in self._side.models.roots:
-                named = {root.name(name): b.clone() for name, b in buffers_of(root.module).items()}
-                self._tensors |= keyed(f"buffer/{dist.get_rank()}", named)
+                buffers = self._side.buffers(root)
+                self._tensors |= {key: buffer.clone() for key, buffer in buffers.items()}
         self._diary.phase = "optimizer step"
 
     def _note_gradients(self, kind: str) -> None:
@@ -205,7 +230,7 @@ class Watch:
         if not self._in_step or self._in_backward:
             return
         self._in_step = False
-        with self._paused():
+        with self.paused():
             self._diary.phase = "gathering parameters"
             for root in self._side.models.roots:
                 self._tensors |= keyed("parameter", self._side.parameters(root))
@@ -220,10 +245,14 @@ class Watch:
         self._recorder.begin_step()
         self._step += 1
         self._diary.phase = "after the optimizer step"
-        self._report.note(f"{self._side.label}: step {self._step} of {self._num_steps}")
+        if self._is_script:
+            self._report.note(f"{self._side.label}: step {self._step} of {self._num_steps}")
+        else:
+            losses = [part.loss for part in self._diary.run.parts[-len(self._side.parts) :]]
+            self._report.step(self._step, {"loss": f"{sum(losses) / len(losses):.4f}"})
         if self._step == self._num_steps:
             self.is_over = True
-            dist.barrier()  # until all have read what they need of each other
+            self._side.wait()  # until all have read what they need of each other
             self._on_over()
             raise EnoughError
 
@@ -233,7 +262,7 @@ class Watch:
             raise EnoughError
 
     @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Leave the block's time and memory out."""
         self._clock.close()
         try:
@@ -241,3 +270,60 @@ class Watch:
         finally:
             if not self.is_over:
                 self._clock.enter_context(self._meter.running())
+
+
+class Meter:
+    """Time and memory of what runs inside `running`: the computing, and not the recording around it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._base = _held(device)
+        self._began = 0.0
+        self.seconds = 0.0
+        self.peak_nbytes: int | None = None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Add the block's time to `seconds`, and raise `peak_nbytes` if it held more."""
+        _reset_peak(self._device)
+        began = time.perf_counter()
+        yield
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+        self.seconds += time.perf_counter() - began
+        if (peak := _peak(self._device)) is not None and self._base is not None:
+            self.peak_nbytes = max(peak - self._base, self.peak_nbytes or 0)
+
+    def take_seconds(self) -> float:
+        """Return the time since the last call, and begin at 0."""
+        taken, self.seconds = self.seconds, 0.0
+        return taken
+
+
+def _held(device: torch.device) -> int | None:
+    if device.type != "cpu":
+        return int(torch.accelerator.memory_allocated(device))
+    return _status("VmRSS")
+
+
+def _peak(device: torch.device) -> int | None:
+    if device.type != "cpu":
+        return int(torch.accelerator.max_memory_allocated(device))
+    return _status("VmHWM")
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):  # where it is refused, the peak since the start counts
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status(field: str) -> int | None:
+    """Return a size from Linux's status of this process; None elsewhere."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) * 1024
+    return None

@@ -1,11 +1,19 @@
-"""Which models a script shards: found as it shards them and calls them."""
+"""Which models are trained: of a script, found as it shards them and calls them."""
 
-from typing import NamedTuple
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
+# Imported inside `replaced`, it would have the others' names, and take modules for sharded ones.
+import torch.distributed.checkpoint.state_dict  # noqa: F401
 from torch import nn
 
 from fullshard import FullyShardedDataParallel
-from fullshard.tools.verify.gathering import plain_name
+from fullshard.compare.values import path_of
+
+_OF_TORCH = ("torch.distributed.fsdp", "torch.distributed._composable")
+_OF_FULLSHARD = ("fullshard", "fullshard.public")
 
 
 class Root(NamedTuple):
@@ -16,7 +24,7 @@ class Root(NamedTuple):
 
     def name(self, name: str) -> str:
         """Return what a module, parameter or buffer of this model is called in the records."""
-        return f"{self.prefix}{plain_name(name)}".removesuffix(".")
+        return f"{self.prefix}{path_of(name)}".removesuffix(".")
 
 
 class Models:
@@ -28,8 +36,12 @@ class Models:
         self._covered: set[nn.Module] = set()
 
     def note(self, module: nn.Module) -> None:
-        """Note a module that the script shards."""
         self.noted.append(module)
+
+    def add(self, model: nn.Module) -> Root:
+        """Add a model that is known before it is called."""
+        self.roots.append(Root(model, f"model{len(self.roots)}." if self.roots else ""))
+        return self.roots[-1]
 
     def new_root(self, called: nn.Module) -> Root | None:
         """Return the model of a module that the script calls, if it is sharded and was not seen before.
@@ -50,8 +62,7 @@ class Models:
             if set(outermost.parameters()) == set(called.parameters()):
                 found = outermost
         self._covered |= inside[found]
-        self.roots.append(Root(found, f"model{len(self.roots)}." if self.roots else ""))
-        return self.roots[-1]
+        return self.add(found)
 
     def paths(self) -> dict[nn.Module, str]:
         """Return the path of every module; of what was never called, inside what the script shards."""
@@ -63,3 +74,34 @@ class Models:
                 ):  # it has the path of its module
                     found.setdefault(module, root.name(path))
         return found
+
+
+@contextlib.contextmanager
+def replaced(by_original: Mapping[Any, Any]) -> Iterator[None]:
+    """Let names that stand for something stand for something else inside the block.
+
+    In the modules of torch and fullshard that programs import them from, and in every library that has
+    imported them already. fullshard's own rooms and torch's checkpoints keep theirs.
+    """
+    others = {id(original): other for original, other in by_original.items()}
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for module_name, module in list(sys.modules.items()):
+            if not _is_face(module_name):
+                continue
+            names = getattr(module, "__dict__", {})
+            for name, value in list(names.items()):
+                if id(value) in others:
+                    undo.append((names, name, value))
+                    names[name] = others[id(value)]
+        yield
+    finally:
+        for names, name, value in reversed(undo):
+            names[name] = value
+
+
+def _is_face(module_name: str) -> bool:
+    package = module_name.partition(".")[0]
+    if package == "fullshard":
+        return module_name in _OF_FULLSHARD
+    return package != "torch" or module_name.startswith(_OF_TORCH)

@@ -28,7 +28,6 @@ class _Averaged:
         self.always = False
 
     def num_ranks(self) -> int:
-        """Return over how many ranks the mean is."""
         num = 1
         for group in self.groups:
             num *= group.size()
@@ -73,7 +72,6 @@ class Averaging:
             each.always = does
 
     def drop(self, module: nn.Module) -> None:
-        """Drop the gradients that wait."""
         for parameter in module.parameters():
             self._waiting.pop(parameter, None)
 

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.values import random_states, set_random_states
-from fullshard.debugging.tape import modules_by_path, path_of
+from fullshard.compare.tape import modules_by_path
+from fullshard.compare.values import path_of
 from fullshard.engine.params.managed import manager_of
 from fullshard.errors import StateError
 

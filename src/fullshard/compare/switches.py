@@ -7,7 +7,7 @@ without a change of the program.
 import os
 import types
 
-from fullshard.debugging.recording import Recording
+from fullshard.compare.recording import Recording
 from fullshard.engine.checks.finite import FiniteHunt
 from fullshard.engine.checks.path import StepChecks
 from fullshard.errors import ShardingError
@@ -32,7 +32,7 @@ class debug:  # noqa: N801  (called like a function, and used as a context manag
     replay: a folder that all ranks see. The next step is recorded there, for `fullshard.replay`: from the next
         forward with gradients of a sharded model to the first step of its optimizer, or to the end of
         the ``with`` block. Every rank has to switch it on at the same moment. A recording that is there
-        is replaced. See `debugging.recording` for what it holds.
+        is replaced. See `compare.recording` for what it holds.
     """
 
     _hunt = FiniteHunt()

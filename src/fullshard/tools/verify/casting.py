@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fullshard.tools.verify.program import mapped, tensors_in
+from fullshard.tools.verify.values import mapped, tensors_in
 
 _PRECISION = "_verify_precision"  # an attribute of each module with a policy: copies of the module have it as well
 
@@ -46,7 +46,6 @@ class Casting:
         self._is_in_backward = False
 
     def add(self, module: nn.Module, precision: Precision) -> None:
-        """Let a module compute in this precision."""
         setattr(module, _PRECISION, precision)
         self._modules.append(module)
 
@@ -97,7 +96,6 @@ class Casting:
             self._enter(module)
 
     def after_backward(self) -> None:
-        """Give parameters back."""
         if self._is_in_backward:
             self._is_in_backward = False
             for module in self._modules:
