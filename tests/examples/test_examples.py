@@ -103,6 +103,7 @@ def test_a_moved_script_goes_on_from_the_other_api_s_checkpoint(tmp_path: Path) 
     )
 
 
+@pytest.mark.long  # tests/checkpoint and tests/convert do each of its steps
 def test_a_checkpoint_goes_on_with_other_numbers_of_ranks_and_is_exported(tmp_path: Path) -> None:
     whole = _losses(_run(tmp_path, "checkpoint", "--steps", 12))
     folder = tmp_path / "runs" / "again"

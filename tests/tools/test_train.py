@@ -242,12 +242,10 @@ def test_folders_may_have_any_name(tmp_path: Path) -> None:
     )
     data.mkdir()
     (data / "text [a].txt").write_text("All happy families are alike. " * 200)
-    begun = train(
-        *TINY, "--steps", "2", "--data", str(data), "--out", str(run), "--save-every", "1"
-    )
-    assert begun.code == 0, begun.err
-    resumed = train("--resume", str(run), "--steps", "3")
-    assert resumed.code == 0, resumed.err
+    options = (*TINY, "--steps", 2, "--data", data, "--out", run, "--save-every", 1)
+    for words in (options, ("--resume", run, "--steps", 3)):
+        (ended,) = fullshard_on_ranks(1, "train", *words)
+        assert ended.code == 0, ended.err
     assert len(losses(run)) == 3
     assert (run / "checkpoints" / "step-00000003").is_dir()
     for words in (("export", run, "--hf", hub), ("report", run), ("ckpt", "verify", run)):
