@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fullshard
 from fullshard.errors import StateError
 from tests.api import Api
-from tests.fresh import in_fresh_forks
+from tests.fresh import in_warm_forks
 from tests.harness import mesh_of, on_ranks, rank
 from tests.training import assert_equal, full_gradients
 
@@ -128,24 +128,31 @@ def test_a_gradient_of_a_parameter_alone(api: Api) -> None:
             out.sum().backward()
 
 
-def test_the_environment_switches_it_on_and_debug() -> None:
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("nan", "False True"),
+        ("steps,nan", "True True"),
+        ("1", "True False"),
+        ("0", "False False"),
+        ("", "False False"),
+    ],
+)
+def test_the_environment_switches_it_on_and_debug(value: str, said: str) -> None:
     """The variable is read when fullshard.debug is first used."""
-    expected = {
-        "nan": "False True",
-        "steps,nan": "True True",
-        "1": "True False",
-        "0": "False False",
-        "": "False False",
-    }
-    *switched, wrong = in_fresh_forks(*(_PROGRAM.format(value=v) for v in (*expected, "nans")))
-    for (value, said), run in zip(expected.items(), switched, strict=True):
-        assert run.out.strip() == said, (value, run.err)
-    assert "FULLSHARD_DEBUG=nans: nans is none of" in wrong.err
+    (done,) = in_warm_forks(_PROGRAM, variables=[{"FULLSHARD_DEBUG": value}])
+    assert done.out.strip() == said, done.err
+
+
+def test_what_the_environment_asks_for_and_is_not_there_is_refused() -> None:
+    (done,) = in_warm_forks(_PROGRAM, variables=[{"FULLSHARD_DEBUG": "nans"}])
+    assert "FULLSHARD_DEBUG=nans: nans is none of" in done.err
 
 
 _PROGRAM = """
-import os
-os.environ["FULLSHARD_DEBUG"] = {value!r}
+import sys
+for name in ("fullshard.compare.switches", "fullshard.public"):  # read once, by whoever forked this
+    sys.modules.pop(name)
 import fullshard
 hunt = fullshard.debug._hunt
 from fullshard.engine.checks.path import StepChecks
