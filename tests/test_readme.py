@@ -37,7 +37,7 @@ PAGES = sorted(
 DRAWN = runpy.run_path(str(ROOT / "scripts" / "draw_step_times.py"), run_name="drawing")
 RECORDED = json.loads(DRAWN["RESULTS"].read_text())
 
-# Pages of which every block is run, or checked if it installs something: what each has to print.
+# Pages, or sections, of which every block is run, or checked if it installs something: what each has to print.
 SEEN = {
     "README.md": {
         "example.py": [r"^rank 0: loss 0\.[2-8]\d\d$", r"^rank 1: loss 0\.[2-8]\d\d$"],
@@ -171,10 +171,28 @@ class Block(NamedTuple):
     text: str
 
 
+def text_of(page: str) -> str:
+    """Return the text of a page, or of one section: "docs/checking.md#a-model", with the sections inside it."""
+    path, _, anchor = page.partition("#")
+    lines = (ROOT / path).read_text().splitlines(keepends=True)
+    if not anchor:
+        return "".join(lines)
+    start, depth, is_code = None, 0, False
+    for number, line in enumerate(lines):
+        is_code ^= line.lstrip().startswith("```")
+        heading = None if is_code else re.match(r"(#+) (.*)", line)
+        if heading and start is not None and len(heading[1]) <= depth:
+            return "".join(lines[start:number])
+        if heading and start is None and _anchor(heading[2]) == anchor:
+            start, depth = number, len(heading[1])
+    assert start is not None, f"{path} has no section {anchor}"
+    return "".join(lines[start:])
+
+
 def _blocks(page: str) -> list[Block]:
-    text = (ROOT / page).read_text()
     return [
-        Block(*found) for found in re.findall(r"^```(.*)\n((?:.*\n)*?)^```$", text, re.MULTILINE)
+        Block(*found)
+        for found in re.findall(r"^```(.*)\n((?:.*\n)*?)^```$", text_of(page), re.MULTILINE)
     ]
 
 
@@ -445,9 +463,13 @@ def test_every_page_and_picture_is_linked() -> None:
 def _anchors(text: str) -> set[str]:
     """Return the names under which headings can be linked: letters, digits and dashes."""
     headings = re.findall(r"^#+ (.*)", re.sub(r"(?s)```.*?```", "", text), re.MULTILINE)
-    return {
-        re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
-    }
+    found = [*map(_anchor, headings)]
+    assert len(found) == len({*found}), "two headings have one anchor"
+    return {*found}
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-")
 
 
 # Numbers
