@@ -132,11 +132,11 @@ SEEN = {
             r"^rank 1: 1\.0 epochs, 10 different samples$",
         ],
     },
-    "docs/doctor.md": {
+    "docs/checking.md#fullshard-doctor": {
         "fullshard doctor": [r"^ok +communication .*peer memory \(one host\)", r"^2 ranks, "],
         "fullshard doctor --json": [r'^{"verdict": "'],
     },
-    "docs/verify.md": {
+    "docs/checking.md#fullshard-verify": {
         "fullshard verify train.py -- --lr 1e-3": [
             r"^note +seeds +all ranks",
             r"^ok +gradients +all ranks +equal",
@@ -148,7 +148,7 @@ SEEN = {
         ],
         "fullshard verify net:build --batch net:batch --api fsdp1 --json": [r'^{"verdict": "ok"'],
     },
-    "docs/replay.md": {
+    "docs/checking.md#fullshardreplay": {
         "record.py": [],
         "fullshard replay replays/a record:build": [
             r"^Replayed the step of all 2 ranks in replays/a: 18 inputs, 20 outputs, 12 gradients\.$",
