@@ -43,10 +43,10 @@ BUILDER = ROOT / ".venv-docs" / "bin" / "zensical"
 # Pages or sections whose blocks of code other tests run or compare; each names its page.
 ELSEWHERE = {
     "docs/launch.md": "tests/tools/test_launch.py",
-    "docs/logging.md": "tests/tools/test_loggers.py",
+    "docs/training.md#where-the-numbers-of-a-run-go": "tests/tools/test_loggers.py",
 }
 # Pages or sections whose blocks are parts of programs: run below, with what they name.
-PARTS = ["docs/divergence.md", "docs/memory.md", "docs/migrating.md", "docs/optimizers.md", "docs/report.md"]  # fmt: skip
+PARTS = ["docs/divergence.md", "docs/memory.md", "docs/migrating.md", "docs/loop.md#optimizers", "docs/report.md"]  # fmt: skip
 
 
 def _code(page: str) -> list[tuple[str, str]]:
@@ -295,7 +295,7 @@ def _parts_run(page: str, folder: Path) -> None:
             with contextlib.redirect_stdout(None):
                 exec(compile(text, page, "exec"), names)
             train = names.get("optimizer")
-            if page == "docs/optimizers.md":  # what was made there also trains
+            if page == "docs/loop.md#optimizers":  # what was made there also trains
                 names["model"](torch.ones(2, 8)).sum().backward()
                 train.step()
             if "install()" in text:

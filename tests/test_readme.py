@@ -69,7 +69,7 @@ SEEN = {
     "docs/notebooks.md": {
         "cell.py": [r"^loss 0\.\d{3}$", r"^\[rank 1\] loss 0\.\d{3}$", r"^0\.\d{3} and 0\.\d{3}$"],
     },
-    "docs/batches.md": {
+    "docs/loop.md#ranks-with-different-batches": {
         "uneven.py": [
             r"^rank 0: 5 batches, the last one counts 0$",
             r"^rank 1: 5 batches, the last one counts 1$",
@@ -107,7 +107,7 @@ SEEN = {
             r"^rank 1: 161 values, 4 streamed, first policy\.0\.weight$",
         ],
     },
-    "docs/training.md": {
+    "docs/training.md#fullshard-train": {
         "fullshard train --model tiny": [r"\breport\.html"],
         "fullshard train --data my_texts/ --steps 2000 --out runs/mine --save-every 200": [
             r"\bruns/mine/report\.html"
@@ -116,7 +116,7 @@ SEEN = {
         "fullshard report runs/mine": [r"runs/mine/report\.html"],
         "fullshard export runs/mine --hf exports/mine": [r"exports/mine: 21 tensors"],
     },
-    "docs/data.md": {
+    "docs/training.md#text-to-train-on": {
         "prepare.py": [],
         "fullshard train --tokenizer tokenizer.json --data code/ --val-data code/ --out runs/code": [
             r"tokens of 2,000 kinds in 90 documents, 1 file",
