@@ -63,10 +63,10 @@ SEEN = {
             r"^rank 1: holds \(4, 8\) of \(8, 8\)$",
         ],
     },
-    "docs/compile.md": {
+    "docs/models.md#torchcompile": {
         "compiled.py": [r"^rank 0: loss 0\.\d{3}$", r"^rank 1: loss 0\.\d{3}$"],
     },
-    "docs/notebooks.md": {
+    "docs/launch.md#in-notebooks": {
         "cell.py": [r"^loss 0\.\d{3}$", r"^\[rank 1\] loss 0\.\d{3}$", r"^0\.\d{3} and 0\.\d{3}$"],
     },
     "docs/loop.md#ranks-with-different-batches": {
@@ -76,7 +76,7 @@ SEEN = {
         ],
         "experts.py": [r"^rank 0: used by any \[True, False, True, False\]$"],
     },
-    "docs/deferred.md": {"deferred.py": [r"^rank 1: equal in every bit: True$"]},
+    "docs/models.md#building-a-model-that-is-larger-than-a-host": {"deferred.py": [r"^rank 1: equal in every bit: True$"]},
     "docs/checkpoints.md": {
         "resume.py": [r"^rank 0: steps 0 to 10$", r"^rank 1: steps 0 to 10$"],
     },
@@ -101,7 +101,7 @@ SEEN = {
             r"exports/tuned: 21 .*with its tokenizer"
         ],
     },
-    "docs/live.md": {
+    "docs/models.md#whole-parameters-while-a-model-trains": {
         "live.py": [
             r"^rank 0: 161 values, 4 streamed, first policy\.0\.weight$",
             r"^rank 1: 161 values, 4 streamed, first policy\.0\.weight$",
