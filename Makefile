@@ -28,7 +28,7 @@ PARALLEL = -n $(WORKERS) --dist worksteal
 # all of fullshard and of the tests again.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest
 
-COMPATIBILITY := docs/compatibility.md
+COMPATIBILITY := docs/limits.md
 
 # What `make quick` runs: what is pure, and of the other rooms the file that a mistake reaches first.
 QUICK := $(addprefix tests/,plan comm errors optim silent parity batches deferred \
@@ -116,7 +116,7 @@ test-all: style ## the same with the long tests
 	@$(MAKE) --no-print-directory -j2 types pytest-all
 
 # In an environment of its own, unless VENV is given: `.venv` stays with the pinned torch.
-test-torch: ## the tests on TORCH=2.15.0, with LONG=1 the long ones too; the result goes into docs/compatibility.md
+test-torch: ## the tests on TORCH=2.15.0, with LONG=1 the long ones too; the result goes into docs/limits.md
 	@$(MAKE) --no-print-directory pytest-torch VENV=$(if $(filter file,$(origin VENV)),.venv-torch-$(TORCH),$(VENV))
 
 pytest: $(TEST)

@@ -9,7 +9,7 @@
     alone       a new environment with torch, NumPy and the wheel: import, the README's program on 2 ranks
     types       mypy --strict sees types of the installed wheel
     extras      fullshard[train] trains 3 steps, fullshard[notebook] launches a lambda, fullshard[huggingface]
-                trains on tokens as docs/data.md has it
+                trains on tokens as docs/training.md has it
 
 What is downloaded goes into temporary environments, which are removed. Uses the standard library alone, so
 that any Python can run it; exits 1 with the output of the step that failed.
@@ -143,7 +143,7 @@ def program_of(page: str) -> str:
 def use(wheel: Path, tools: Environment, work: Path, python: str) -> None:
     """Install the wheel into a new environment, and use it."""
     (work / "example.py").write_text(program_of("README.md"))
-    (work / "prepare.py").write_text(program_of("docs/data.md"))
+    (work / "prepare.py").write_text(program_of("docs/training.md"))
     (work / "launched.py").write_text(LAUNCHED)
     (work / "typed.py").write_text(TYPED)
     with step(f"alone: {run(python, '--version').strip()}, torch and the wheel") as found:

@@ -1,4 +1,4 @@
-"""The row that a whole run of the tests writes into `docs/compatibility.md`, for the torch that it ran on."""
+"""The row that a whole run of the tests writes into `docs/limits.md`, for the torch that it ran on."""
 
 from __future__ import annotations
 

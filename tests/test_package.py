@@ -134,7 +134,7 @@ def test_classifiers_exist_and_name_the_versions_of_python_that_ran_it(built: Bu
     assert all(version in allowed for version in versions)
     assert "3.9" not in allowed
     # The page says how each was tried, and GitHub tries each.
-    table = (ROOT / "docs" / "compatibility.md").read_text()
+    table = (ROOT / "docs" / "limits.md").read_text()
     (row,) = re.findall(r"(?m)^\| Python \|.*", table)
     assert {*re.findall(r"3\.\d+", row.split("|")[2])} == {*versions}
     (matrix,) = re.findall(r"python: (\[.*\])", (ROOT / ".github/workflows/test.yml").read_text())[

@@ -37,7 +37,7 @@ PAGES = sorted(
 DRAWN = runpy.run_path(str(ROOT / "scripts" / "draw_step_times.py"), run_name="drawing")
 RECORDED = json.loads(DRAWN["RESULTS"].read_text())
 
-# Pages of which every block is run, or checked if it installs something: what each has to print.
+# Pages, or sections, of which every block is run, or checked if it installs something: what each has to print.
 SEEN = {
     "README.md": {
         "example.py": [r"^rank 0: loss 0\.[2-8]\d\d$", r"^rank 1: loss 0\.[2-8]\d\d$"],
@@ -63,20 +63,20 @@ SEEN = {
             r"^rank 1: holds \(4, 8\) of \(8, 8\)$",
         ],
     },
-    "docs/compile.md": {
+    "docs/models.md#torchcompile": {
         "compiled.py": [r"^rank 0: loss 0\.\d{3}$", r"^rank 1: loss 0\.\d{3}$"],
     },
-    "docs/notebooks.md": {
+    "docs/launch.md#in-notebooks": {
         "cell.py": [r"^loss 0\.\d{3}$", r"^\[rank 1\] loss 0\.\d{3}$", r"^0\.\d{3} and 0\.\d{3}$"],
     },
-    "docs/batches.md": {
+    "docs/loop.md#ranks-with-different-batches": {
         "uneven.py": [
             r"^rank 0: 5 batches, the last one counts 0$",
             r"^rank 1: 5 batches, the last one counts 1$",
         ],
         "experts.py": [r"^rank 0: used by any \[True, False, True, False\]$"],
     },
-    "docs/deferred.md": {"deferred.py": [r"^rank 1: equal in every bit: True$"]},
+    "docs/models.md#building-a-model-that-is-larger-than-a-host": {"deferred.py": [r"^rank 1: equal in every bit: True$"]},
     "docs/checkpoints.md": {
         "resume.py": [r"^rank 0: steps 0 to 10$", r"^rank 1: steps 0 to 10$"],
     },
@@ -101,13 +101,13 @@ SEEN = {
             r"exports/tuned: 21 .*with its tokenizer"
         ],
     },
-    "docs/live.md": {
+    "docs/models.md#whole-parameters-while-a-model-trains": {
         "live.py": [
             r"^rank 0: 161 values, 4 streamed, first policy\.0\.weight$",
             r"^rank 1: 161 values, 4 streamed, first policy\.0\.weight$",
         ],
     },
-    "docs/training.md": {
+    "docs/training.md#fullshard-train": {
         "fullshard train --model tiny": [r"\breport\.html"],
         "fullshard train --data my_texts/ --steps 2000 --out runs/mine --save-every 200": [
             r"\bruns/mine/report\.html"
@@ -116,7 +116,7 @@ SEEN = {
         "fullshard report runs/mine": [r"runs/mine/report\.html"],
         "fullshard export runs/mine --hf exports/mine": [r"exports/mine: 21 tensors"],
     },
-    "docs/data.md": {
+    "docs/training.md#text-to-train-on": {
         "prepare.py": [],
         "fullshard train --tokenizer tokenizer.json --data code/ --val-data code/ --out runs/code": [
             r"tokens of 2,000 kinds in 90 documents, 1 file",
@@ -132,11 +132,11 @@ SEEN = {
             r"^rank 1: 1\.0 epochs, 10 different samples$",
         ],
     },
-    "docs/doctor.md": {
+    "docs/checking.md#fullshard-doctor": {
         "fullshard doctor": [r"^ok +communication .*peer memory \(one host\)", r"^2 ranks, "],
         "fullshard doctor --json": [r'^{"verdict": "'],
     },
-    "docs/verify.md": {
+    "docs/checking.md#fullshard-verify": {
         "fullshard verify train.py -- --lr 1e-3": [
             r"^note +seeds +all ranks",
             r"^ok +gradients +all ranks +equal",
@@ -148,7 +148,7 @@ SEEN = {
         ],
         "fullshard verify net:build --batch net:batch --api fsdp1 --json": [r'^{"verdict": "ok"'],
     },
-    "docs/replay.md": {
+    "docs/checking.md#fullshardreplay": {
         "record.py": [],
         "fullshard replay replays/a record:build": [
             r"^Replayed the step of all 2 ranks in replays/a: 18 inputs, 20 outputs, 12 gradients\.$",
@@ -159,7 +159,7 @@ SEEN = {
             r"12 gradients, 12 reduced gradients\.$"
         ],
     },
-    "docs/limits.md": {},
+    "docs/limits.md#known-limits": {},
     "docs/results.md": {},
 }
 
@@ -171,10 +171,28 @@ class Block(NamedTuple):
     text: str
 
 
+def text_of(page: str) -> str:
+    """Return the text of a page, or of one section: "docs/checking.md#a-model", with the sections inside it."""
+    path, _, anchor = page.partition("#")
+    lines = (ROOT / path).read_text().splitlines(keepends=True)
+    if not anchor:
+        return "".join(lines)
+    start, depth, is_code = None, 0, False
+    for number, line in enumerate(lines):
+        is_code ^= line.lstrip().startswith("```")
+        heading = None if is_code else re.match(r"(#+) (.*)", line)
+        if heading and start is not None and len(heading[1]) <= depth:
+            return "".join(lines[start:number])
+        if heading and start is None and _anchor(heading[2]) == anchor:
+            start, depth = number, len(heading[1])
+    assert start is not None, f"{path} has no section {anchor}"
+    return "".join(lines[start:])
+
+
 def _blocks(page: str) -> list[Block]:
-    text = (ROOT / page).read_text()
     return [
-        Block(*found) for found in re.findall(r"^```(.*)\n((?:.*\n)*?)^```$", text, re.MULTILINE)
+        Block(*found)
+        for found in re.findall(r"^```(.*)\n((?:.*\n)*?)^```$", text_of(page), re.MULTILINE)
     ]
 
 
@@ -445,9 +463,13 @@ def test_every_page_and_picture_is_linked() -> None:
 def _anchors(text: str) -> set[str]:
     """Return the names under which headings can be linked: letters, digits and dashes."""
     headings = re.findall(r"^#+ (.*)", re.sub(r"(?s)```.*?```", "", text), re.MULTILINE)
-    return {
-        re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
-    }
+    found = [*map(_anchor, headings)]
+    assert len(found) == len({*found}), "two headings have one anchor"
+    return {*found}
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-")
 
 
 # Numbers

@@ -218,8 +218,8 @@ def test_a_logger_that_fails_is_left_out_and_others_go_on(tmp_path: Path) -> Non
 
 
 def test_the_page_s_class_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "logging.md").read_text()
-    (program,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    (program,) = re.findall(r"```python\n(# mylogs.*?)```", page, re.S)
     names: dict[str, Any] = {}
     exec(program, names)
     loggers = Loggers([("mylogs:Chat", names["Chat"]())], pytest.fail)

@@ -380,7 +380,7 @@ def test_of_chats_it_is_said_how_they_become_text(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text('{"messages": [{"role": "user", "content": "hello"}]}\n' * 9)
     for field in ("text", "messages"):
-        with pytest.raises(CorpusError, match=r"docs/data\.md, Chats"):
+        with pytest.raises(CorpusError, match=r"docs/training\.md, Chats"):
             byte_text([str(path)], seq=4, text_field=field)
 
 

@@ -41,7 +41,7 @@ _COMPRESSED = (
     b"PK\x03\x04",
     b"\x04\x22\x4d\x18",
 )
-_AS_TEXT = "Chats and other lists have to be written as text first, each into a field of its own: docs/data.md, Chats."
+_AS_TEXT = "Chats and other lists have to be written as text first, each into a field of its own: docs/training.md, Chats."
 _MOST_NAMED = 12
 _MOST_HEADER = 2**16
 _KINDS = {type(None): "null", bool: "true or false", list: "a list", dict: "an object"}
