@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import fullshard
 from fullshard import run
 from fullshard.tools.cli import app
-from fullshard.tools.config_file import read_options
+from fullshard.tools.config import read_options
 from tests.harness import run_fresh
 from tests.test_readme import SEEN, text_of
 

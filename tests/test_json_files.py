@@ -25,8 +25,7 @@ from fullshard.errors import FullshardError
 from fullshard.json_files import parse_json, read_json
 from fullshard.models.blueprints import read_model_config
 from fullshard.plan.trace import read_trace
-from fullshard.tools.config import TrainConfig
-from fullshard.tools.config_file import read_options
+from fullshard.tools.config import TrainConfig, read_options
 from fullshard.tools.report import compare, write_report
 from fullshard.tools.run_facts import gather_facts
 from fullshard.tools.run_folder import RunFolder

@@ -10,9 +10,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import fullshard
 from fullshard import __main__ as command
+from fullshard.tools.cli import app
 from tests.fresh import in_fresh_python
 
 ROOT = Path(__file__).parent.parent.parent
@@ -112,3 +114,10 @@ def test_names_that_no_file_can_have_are_refused() -> None:
     assert done.returncode == 2
     assert "File name too long" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_shell_completes_options() -> None:
+    typed = {"COMP_WORDS": "fullshard train --tok", "COMP_CWORD": "2"}
+    environment = {"_FULLSHARD_COMPLETE": "complete_bash", **typed}
+    done = CliRunner().invoke(app, prog_name="fullshard", env=environment)
+    assert done.stdout.split() == ["--tokenizer"]

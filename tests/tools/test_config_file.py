@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fullshard.tools import cli, commands
-from fullshard.tools.config import OptionError
-from fullshard.tools.config_file import read_options
+from fullshard.tools.config import OptionError, read_options
 from fullshard.tools.exits import Exit
 
 KNOWN = ("grad_accum", "data", "lr", "model", "steps", "tie_embeddings")

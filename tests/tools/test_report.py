@@ -23,10 +23,10 @@ from fullshard.plan.trace import Pause
 from fullshard.tools import cli
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.exits import Exit
-from fullshard.tools.recording import steps_to_trace
 from fullshard.tools.report import compare, metrics_of, write_comparison, write_report
 from fullshard.tools.run_facts import gather_facts, peak_flops
 from fullshard.tools.run_folder import RunFolder
+from fullshard.tools.train import steps_to_trace
 from tests.tools.test_trace_metrics import hand_made
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}

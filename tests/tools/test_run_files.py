@@ -19,9 +19,9 @@ from fullshard.tools.exits import Exit
 from fullshard.tools.job import Job
 from fullshard.tools.launch import Ending
 from fullshard.tools.progress import Live, Plain
-from fullshard.tools.recipe import learning_rate
 from fullshard.tools.report_data import running_mean
 from fullshard.tools.run_folder import RunFolder
+from fullshard.tools.train import learning_rate
 from fullshard.tools.worker import _what_is_saved
 
 _NUMBERS = {"loss": 2.0, "seconds": 0.5, "tokens_per_second": 9.0, "peak_memory": 100}

@@ -18,9 +18,8 @@ from fullshard.models.sizes import SIZES
 from fullshard.tools import cli, commands
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.exits import Exit
-from fullshard.tools.run_blueprint import model_config
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.weights import load_initial_weights
+from fullshard.tools.weights import load_initial_weights, model_config
 from tests.fresh import fullshard_on_ranks
 from tests.tools.processes import TINY, losses
 

@@ -3,11 +3,12 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from fullshard.tools.cli_options import flag, import_path, option
+from fullshard.tools.cli_options import flag, takes
+from fullshard.tools.verify.options import VerifyOptions
 
 VERIFY_EXAMPLES = """
 Examples, with a training script, and with functions in my_package/train.py:
@@ -42,8 +43,8 @@ Exit codes: 0 equal in every bit, 1 differs or failed, 2 unusable options or mis
 """
 
 
+@takes(VerifyOptions)
 def verify(
-    context: typer.Context,
     model: Annotated[
         str,
         typer.Argument(
@@ -56,69 +57,14 @@ def verify(
         list[str] | None,
         typer.Argument(help="What the script is given.", metavar="[-- ARGUMENTS]"),
     ] = None,
-    batch: Annotated[
-        str,
-        import_path(
-            "batch(step): the whole batch of a step, which is divided among ranks along dim 0. Tensors, or "
-            "tuples, lists and dicts of them."
-        ),
-    ] = "",
-    loss: Annotated[
-        str,
-        import_path(
-            "loss(model, batch): a scalar. Default: what the model returns, its .loss, or its "
-            '["loss"].'
-        ),
-    ] = "",
-    shard: Annotated[
-        str,
-        import_path("shard(model): the sharded model. Default: units of repeated blocks."),
-    ] = "",
-    api: Annotated[
-        str, option("Without --shard: fully_shard or fsdp1.", panel="Sharding")
-    ] = "fully_shard",
-    comm: Annotated[str, option("auto, process_group or collectives.", panel="Sharding")] = "auto",
-    ranks: Annotated[int, option("Local ranks, 2 to 4.", panel="Sharding")] = 2,
-    device: Annotated[str, option("cpu or cuda.", panel="Sharding")] = "cpu",
-    dtype: Annotated[
-        str,
-        option("Of model and batch: fp64, fp32, bf16. Default: as it is.", panel="Training"),
-    ] = "",
-    steps: Annotated[int, option("Optimizer steps.", panel="Training")] = 3,
-    lr: Annotated[float, option("Learning rate of SGD.", panel="Training")] = 0.01,
-    seed: Annotated[int, option("Decides first values and random numbers.", panel="Training")] = 0,
-    evaluates: Annotated[
-        bool, flag("--eval", "In evaluation mode, so without dropout.", panel="Training")
-    ] = False,
-    rtol: Annotated[
-        float | None,
-        option("Of a tensor's largest value. Default: by dtype, fp32 1e-4.", panel="Comparing"),
-    ] = None,
-    atol: Annotated[
-        float | None,
-        option("Of the largest value of its kind. Default: fp32 1e-5.", panel="Comparing"),
-    ] = None,
-    divide_factor: Annotated[
-        float | None,
-        option(
-            "What your script divides summed gradients by on purpose. Default: the number of ranks.",
-            panel="Comparing",
-        ),
-    ] = None,
-    timeout_s: Annotated[
-        float,
-        typer.Option(
-            "--timeout",
-            help="Seconds for the one process, and again for the ranks; for each run of a script.",
-            rich_help_panel="Comparing",
-        ),
-    ] = 300.0,
+    *,
     keep: Annotated[
         Path | None,
         typer.Option(help="Folder for the records.", rich_help_panel="Results", metavar="DIR"),
     ] = None,
     as_json: Annotated[bool, flag("--json", "Print one JSON object.", panel="Results")] = False,
     is_whole: Annotated[bool, typer.Option("--whole", hidden=True)] = False,
+    **options: Any,
 ) -> None:
     """Train for some steps sharded and not sharded, and say where they differ.
 
@@ -127,9 +73,7 @@ def verify(
     """
     from fullshard.tools import commands
 
-    others = ("keep", "as_json", "is_whole")
-    given = {k: v for k, v in context.params.items() if k not in others}
-    given["arguments"] = tuple(arguments or ())
+    given = {"model": model, "arguments": tuple(arguments or ()), **options}
     code = commands.verify(
         given, os.environ, sys.argv[2:], keep=keep, is_whole=is_whole, as_json=as_json
     )

@@ -1,4 +1,4 @@
-"""The `fullshard ckpt` commands: what can be typed. What they do is in `tools/checkpoint_commands.py`.
+"""The `fullshard ckpt` commands. Results go to standard output, the rest to standard error.
 
 fullshard ckpt inspect PATH         what is in a checkpoint
 fullshard ckpt verify PATH          read every byte, compare it with its checksum
@@ -9,12 +9,30 @@ fullshard ckpt import SRC DST       from these, or a file of torch.save, into ou
 fullshard ckpt prune FOLDER         remove all but the newest checkpoints
 """
 
+import contextlib
+import dataclasses
 import enum
-from typing import Annotated, NamedTuple
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
+import fullshard
+from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.tools.cli_options import flag
+from fullshard.tools.exits import Exit
+from fullshard.tools.json_text import json_text
+from fullshard.tools.progress import Copying, as_it_is, printable
+
+_SECTIONS = ("model", "optimizer", "extra")
+_RUN_CHECKPOINTS = "checkpoints"
+_MOST_SHOWN = 40
 
 app = typer.Typer(
     name="ckpt",
@@ -47,14 +65,6 @@ class Form(str, enum.Enum):
     DCP = "dcp"
 
 
-class Ways(NamedTuple):
-    """The options that the commands that write have in common."""
-
-    weights_only: bool
-    overwrite: bool
-    as_json: bool
-
-
 _Path = Annotated[str, typer.Argument(help="What to read.", metavar="PATH")]
 _Target = Annotated[str, typer.Argument(help="The folder to write.", metavar="TARGET")]
 _Json = Annotated[bool, flag("--json", "Print one JSON object.")]
@@ -80,9 +90,12 @@ def inspect(
     as_json: _Json = False,
 ) -> None:
     """Say what is in a checkpoint: step, tensors, optimizers, files. Reads no tensor."""
-    from fullshard.tools import checkpoint_commands as commands
-
-    raise typer.Exit(commands.inspect(path, tensors=tensors, as_json=as_json))
+    with _failures("inspect", as_json=as_json):
+        summary = fullshard.inspect_checkpoint(path)
+        if as_json:
+            print(json_text(summary.as_dict(), default=str))
+        else:
+            _show_summary(summary, tensors=tensors)
 
 
 @app.command(
@@ -92,9 +105,22 @@ def inspect(
 )
 def verify(path: _Path, as_json: _Json = False) -> None:
     """Read every byte of a checkpoint and compare it with its checksum."""
-    from fullshard.tools import checkpoint_commands as commands
-
-    raise typer.Exit(commands.verify(path, as_json=as_json))
+    with _failures("verify", as_json=as_json):
+        with Copying("reading") as bar:
+            found = fullshard.verify_checkpoint(path, progress=bar.update)
+        if as_json:
+            print(json_text({**dataclasses.asdict(found), "path": str(found.path)}))
+        else:
+            for name, fault in found.faults.items():
+                print(f"{printable(name)}: {printable(fault)}")
+            verdict = "all as it was written"
+            if not found.has_checksums:
+                verdict = "all can be read; this form has no checksums to compare it with"
+            if found.faults:
+                verdict = f"{len(found.faults)} damaged"
+            print(f"{found.path}: {_size(found.nbytes)} read, {verdict}")
+        if found.faults:
+            raise typer.Exit(Exit.DAMAGED)
 
 
 @app.command(
@@ -119,10 +145,22 @@ def diff(
     as_json: _Json = False,
 ) -> None:
     """List what two checkpoints differ in, however they are divided: tensors bit for bit, and values."""
-    from fullshard.tools import checkpoint_commands as commands
-
-    code = commands.diff(first, second, only or [], tolerance, as_json=as_json)
-    raise typer.Exit(code)
+    unknown = [section for section in only or () if section not in _SECTIONS]
+    if unknown:
+        raise _refused("diff", f"--only {unknown[0]}: is none of {', '.join(_SECTIONS)}.")
+    with _failures("diff", as_json=as_json):
+        with Copying("comparing") as bar:
+            found = fullshard.diff_checkpoints(
+                first, second, sections=only or (), tolerance=tolerance, progress=bar.update
+            )
+        if as_json:
+            print(json_text({"differences": [dataclasses.asdict(each) for each in found]}))
+        else:
+            for each in found:
+                print(printable(_shown(each)))
+            print(f"{len(found)} differences" if found else "no differences")
+        if found:
+            raise typer.Exit(Exit.DIFFERENT)
 
 
 @app.command(epilog=_examples("fullshard ckpt reshard runs/books /shared/books-64 --ranks 64"))
@@ -136,10 +174,7 @@ def reshard(
 ) -> None:
     """Write a checkpoint as so many ranks would have. Any number of ranks loads any checkpoint: this is
     for one file instead of many, or for reads that do not meet."""
-    from fullshard.tools import checkpoint_commands as commands
-
-    ways = Ways(weights_only, overwrite, as_json)
-    raise typer.Exit(commands.convert(path, target, ranks, ways, command="reshard"))
+    _convert("reshard", path, target, ranks, weights_only, overwrite, as_json=as_json)
 
 
 @app.command(
@@ -171,16 +206,34 @@ def export(
     as_json: _Json = False,
 ) -> None:
     """Write a checkpoint in a form of others. For a run of fullshard train, see also: fullshard export."""
-    from fullshard.tools import checkpoint_commands as commands
+    from fullshard.tools.weights import DTYPES  # torch, as the work itself
 
-    ways = Ways(weights_only, overwrite, as_json)
-    if to is Form.HF:
-        code = commands.export_hf(path, target, commands.HfOptions(config, dtype, key), ways)
-    elif config or dtype or key:
-        code = commands.refuse("export", "--config, --dtype and --key are for --to hf.")
-    else:
-        code = commands.export_dcp(path, target, ways)
-    raise typer.Exit(code)
+    if to is Form.DCP and (config or dtype or key):
+        raise _refused("export", "--config, --dtype and --key are for --to hf.")
+    if dtype is not None and dtype not in DTYPES:
+        raise _refused("export", f"--dtype {dtype}: is none of {', '.join(DTYPES)}.")
+    with _failures("export", as_json=as_json), Copying("writing") as bar:
+        if to is Form.HF:
+            weights = fullshard.export_hf(
+                fullshard.inspect_checkpoint(path).path,
+                target,
+                config=config,
+                dtype=DTYPES[dtype] if dtype else None,
+                key=key,
+                overwrite=overwrite,
+                progress=bar.update,
+            )
+            written = {"path": str(weights.path), "nbytes": weights.nbytes, "files": weights.files}
+        else:
+            state = fullshard.export_dcp(
+                path,
+                target,
+                weights_only=weights_only,
+                overwrite=overwrite,
+                progress=bar.update,
+            )
+            written = {"path": str(state.path), "nbytes": state.nbytes}
+    _print_written(written, as_json=as_json)
 
 
 @app.command(
@@ -201,10 +254,7 @@ def import_(
 ) -> None:
     """Write what others have saved as a checkpoint with checksums. load_checkpoint takes them as they are,
     too."""
-    from fullshard.tools import checkpoint_commands as commands
-
-    ways = Ways(weights_only, overwrite, as_json)
-    raise typer.Exit(commands.convert(path, target, ranks, ways, command="import"))
+    _convert("import", path, target, ranks, weights_only, overwrite, as_json=as_json)
 
 
 @app.command(
@@ -225,7 +275,121 @@ def prune(
     as_json: _Json = False,
 ) -> None:
     """Remove complete checkpoints but the newest. Not while a job writes to the folder."""
-    from fullshard.tools import checkpoint_commands as commands
+    with _failures("prune", as_json=as_json):
+        if "://" not in folder and not Path(folder).is_dir():
+            raise CheckpointError(f"{folder}: is no folder.")
+        removed: list[str] = []
+        for parent in (folder, f"{folder.rstrip('/')}/{_RUN_CHECKPOINTS}"):
+            found = fullshard.prune_checkpoints(
+                parent, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run
+            )
+            removed += [str(each.path) for each in found]
+        if as_json:
+            print(json_text({"removed": removed, "dry_run": dry_run}))
+            return
+        for path in removed:
+            print(f"{'would remove' if dry_run else 'removed'} {path}")
+        if not removed:
+            print("nothing to remove")
 
-    code = commands.prune(folder, keep_last, keep_every, dry_run=dry_run, as_json=as_json)
-    raise typer.Exit(code)
+
+def _convert(
+    command: str,
+    path: str,
+    target: str,
+    ranks: int,
+    weights_only: bool,
+    overwrite: bool,
+    *,
+    as_json: bool,
+) -> None:
+    """Write a checkpoint of our form from any."""
+    with _failures(command, as_json=as_json), Copying("writing") as bar:
+        saved = fullshard.convert_checkpoint(
+            path,
+            target,
+            ranks=ranks,
+            weights_only=weights_only,
+            overwrite=overwrite,
+            progress=bar.update,
+        )
+    written = {"path": str(saved.path), "nbytes": saved.nbytes, "step": saved.step}
+    _print_written(written, as_json=as_json)
+
+
+def _refused(command: str, text: str) -> typer.Exit:
+    """Say what is wrong with the options."""
+    print(f"fullshard ckpt {command}: {text}", file=sys.stderr)
+    print(f"Options: fullshard ckpt {command} --help", file=sys.stderr)
+    return typer.Exit(Exit.USAGE)
+
+
+@contextlib.contextmanager
+def _failures(command: str, *, as_json: bool) -> Iterator[None]:
+    """Say why the body failed, and end with its exit code."""
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        if as_json:
+            print(json_text({"error": str(error)}))
+        for line in str(error).replace("pass overwrite=True", "add --overwrite").splitlines():
+            print(f"fullshard ckpt {command}: {printable(line)}", file=sys.stderr)
+        is_damaged = command == "verify" and isinstance(error, DamagedCheckpointError)
+        raise typer.Exit(Exit.DAMAGED if is_damaged else Exit.FAILED) from None
+
+
+def _print_written(fields: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json_text(fields))
+    else:
+        print(f"{fields['path']}: {_size(fields['nbytes'])} written")
+
+
+def _show_summary(summary: "fullshard.CheckpointSummary", *, tensors: bool) -> None:
+    console = Console(highlight=False, emoji=False)
+    facts = {"form": summary.form, **summary.facts}
+    console.print(f"[bold]{as_it_is(str(summary.path))}[/bold]", soft_wrap=True)
+    for name, value in facts.items():
+        if value not in ({}, None, ""):
+            shown = value if isinstance(value, str | int) else json.dumps(value)
+            console.print(f"  {name}: {as_it_is(str(shown))}", soft_wrap=True)
+    table = Table("section", "tensors", "elements", "size", "dtypes", box=None, pad_edge=False)
+    for section, found in summary.sections().items():
+        dtypes = sorted({each.dtype for each in found})
+        numel = sum(math.prod(each.shape) for each in found)
+        size = _size(sum(each.nbytes for each in found))
+        table.add_row(as_it_is(section), str(len(found)), f"{numel:,}", size, ", ".join(dtypes))
+    console.print(table)
+    for section, own in summary.optimizers.items():
+        groups = ", ".join(
+            f"{each['num_params']} parameters, lr {each['options'].get('lr')}"
+            for each in own["groups"]
+        )
+        line = f"{section}: {own['class'] or 'class not saved'}; {groups}"
+        console.print(as_it_is(line), soft_wrap=True)
+    if summary.extra:
+        console.print(f"extra: {', '.join(map(as_it_is, summary.extra))}", soft_wrap=True)
+    if summary.file_nbytes:
+        total = _size(sum(summary.file_nbytes.values()))
+        console.print(f"{len(summary.file_nbytes)} files, {total}")
+    for name, each in summary.tensors.items() if tensors else ():
+        line = f"{name}  {list(each.shape)}  {each.dtype}  {each.placement}"
+        console.print(as_it_is(line), soft_wrap=True)
+
+
+def _shown(each: "fullshard.CheckpointDifference") -> str:
+    if each.kind == "values":
+        return f"{each.name}: {each.num_elements:,} elements differ, by at most {each.largest:.3g}"
+    if each.first or each.second:
+        first, second = (text[:_MOST_SHOWN] for text in (each.first, each.second))
+        return f"{each.name}: {each.kind}: {first} and {second}"
+    return f"{each.name}: {each.kind}"
+
+
+def _size(nbytes: int) -> str:
+    size = float(nbytes)
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

@@ -94,7 +94,6 @@ app = typer.Typer(
     name="fullshard",
     help="Train models larger than one device by sharding them over ranks.",
     no_args_is_help=True,
-    add_completion=False,
     context_settings={"help_option_names": ["--help", "-h"]},  # of every command
     pretty_exceptions_enable=False,
 )

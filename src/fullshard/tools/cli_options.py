@@ -30,10 +30,6 @@ def flag(name: str, help_text: str, *, panel: str | None = None) -> Any:
     return typer.Option(name, help=help_text, rich_help_panel=panel, metavar="")
 
 
-def import_path(help_text: str) -> Any:
-    return typer.Option(help=help_text, metavar="MODULE:FUNCTION", rich_help_panel="Program")
-
-
 def option_field(
     default: Any,
     help_text: str,
@@ -79,7 +75,8 @@ def _parameters_of(options: type) -> list[inspect.Parameter]:
         if default is None:
             kind = kind | None
         if kind is bool:  # as `flag`
-            info.param_decls = info.param_decls or (f"--{field.name.replace('_', '-')}",)
+            if info.default is ...:  # where typer keeps the first of the names given
+                info.param_decls = (f"--{field.name.replace('_', '-')}",)
             info.metavar = ""
         parameter = inspect.Parameter(
             field.name,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fullshard.tools.cli_options import flag, option
+from fullshard.tools.cli_options import takes
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.launchers.request import Request, plain, program_of
@@ -32,6 +32,7 @@ Exit codes: 0 printed, 2 unusable options.
 """
 
 
+@takes(Request)
 def launch(
     context: typer.Context,
     kind: Annotated[
@@ -40,58 +41,25 @@ def launch(
     program: Annotated[
         list[str] | None, typer.Argument(help="What each rank runs.", metavar="-- PROGRAM")
     ] = None,
-    nodes: Annotated[int, option("Hosts.", panel="Ranks")] = 1,
-    ranks_per_node: Annotated[int, option("Ranks of a host: one per GPU.", panel="Ranks")] = 8,
-    on_cpu: Annotated[bool, flag("--cpu", "Ask for no GPUs.", panel="Ranks")] = False,
-    name: Annotated[str, option("The job's name.", panel="Job")] = "fullshard",
-    setup: Annotated[
-        str, option("Shell that comes first (slurm, sky, torchrun).", panel="Job")
-    ] = "",
-    gpu: Annotated[str, option("Kind of GPU, such as H100 (sky).", panel="Job")] = "",
-    image: Annotated[str, option("Container image (k8s).", panel="Job")] = "",
-    volume: Annotated[
-        str,
-        typer.Option(
-            help="Persistent volume claim that all pods mount, and where (k8s).",
-            metavar="CLAIM:/PATH",
-            rich_help_panel="Job",
-        ),
-    ] = "",
-    time_limit: Annotated[
-        str, typer.Option("--time", help="Time limit (slurm).", rich_help_panel="Job")
-    ] = "",
-    partition: Annotated[str, option("Partition (slurm).", panel="Job")] = "",
-    cpus_per_rank: Annotated[
-        int | None, option("Processors (slurm). Default: the site's, with --cpu 1.", panel="Job")
-    ] = None,
-    restarts: Annotated[
-        int | None,
-        option(
-            "How often all ranks start again after a failure (ray: 3; slurm, torchrun: 0).",
-            panel="Job",
-        ),
-    ] = None,
+    **options: Any,
 ) -> None:
     """Print what starts a run on Slurm, Kubernetes, Ray or SkyPilot, or with torchrun on several hosts.
 
     Nothing is started, and nobody is asked: read it, add what your site needs, and submit it.
     """
-    given = {key: value for key, value in context.params.items() if key != "program"}
     words = plain(program or [])
     try:
         if kind not in TEMPLATES:
             raise OptionError(f"--print {kind}: choose from {', '.join(TEMPLATES)}.")
-        typed = sys.argv[2:]
-        goes_on = _check_train(context, words)
-        ready = program_of(words, goes_on=goes_on)
-        text = text_for(Request(program=ready, typed=tuple(typed), **given))
+        ready = program_of(words, goes_on=_check_train(context, words))
+        text = text_for(Request(kind, ready, tuple(sys.argv[2:]), **options))
     except OptionError as error:
         for line in str(error).splitlines():
             print(f"fullshard launch: {line}", file=sys.stderr)
         print("Options: fullshard launch --help", file=sys.stderr)
         raise typer.Exit(Exit.USAGE) from None
     print(text, end="")
-    if kind == "k8s" and (where := _lost_with_its_pod(ready, volume)):
+    if kind == "k8s" and (where := _lost_with_its_pod(ready, options["volume"])):
         print(f"fullshard launch: {where}", file=sys.stderr)
 
 

@@ -5,32 +5,37 @@ the step number, or the one all-reduce at the end of each step that carries the 
 anybody was asked to stop.
 """
 
+import contextlib
 import math
 import os
 import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard.errors import AllocationError, FullshardError
-from fullshard.models.blueprints import ModelConfigError
+from fullshard.models.blueprints import Blueprint, ModelConfigError
+from fullshard.models.built import LanguageModel, build
 from fullshard.models.generation import evaluating, generate
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.job import Job
 from fullshard.tools.launch import STOP_SIGNALS
 from fullshard.tools.loggers.choosing import make_loggers
 from fullshard.tools.progress import SPEED_STEPS, Reporter, Speed
-from fullshard.tools.recipe import build_model, build_optimizer, learning_rate
-from fullshard.tools.recording import StepRecorder, steps_to_trace
 from fullshard.tools.text.interface import IGNORED, Batch
+
+_BETAS = (0.9, 0.95)
 
 
 class TrainingError(FullshardError, RuntimeError):
@@ -317,3 +322,99 @@ def _device(config: TrainConfig) -> torch.device:
     if config.device == "cpu":
         return torch.device("cpu")
     return torch.device(config.device, torch.accelerator.current_device_index())
+
+
+def build_model(blueprint: Blueprint, config: TrainConfig, device: torch.device) -> LanguageModel:
+    """Build the model on `meta`, shard each layer and the rest, then allocate and fill only the shards."""
+    mesh = init_device_mesh(device.type, (config.ranks,), mesh_dim_names=("shard",))
+    policy = fullshard.MixedPrecisionPolicy()
+    if config.dtype == "bf16":
+        policy = fullshard.MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
+
+    def shard(layers: Sequence[nn.Module], model: nn.Module) -> None:
+        for layer in (*layers, model):
+            fullshard.fully_shard(layer, mesh=mesh, mp_policy=policy)
+
+    recompute = config.activation_checkpointing
+    return build(blueprint, shard, device=device, seed=config.seed, recompute=recompute)
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW; only matrices decay."""
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=_BETAS, fused=True)
+    return fullshard.step_on_shards(adamw)
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Rise linearly for `warmup` steps, then fall as a cosine to `min_lr` at the last step.
+
+    With lr 1, min_lr 0, warmup 2 and 6 steps: 0.5, 1, 0.85, 0.5, 0.15, 0.
+    """
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    span = max(1, config.steps - config.warmup)
+    progress = min(1.0, (step - config.warmup + 1) / span)
+    return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * progress)) / 2
+
+
+class StepRecorder:
+    """Traces a few steps in the middle of a run, which then changes nothing but their time.
+
+    Every rank goes through the same calls: `begin_step` and `end_step` around each step.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, steps: range
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._folder = folder
+        self._steps = steps
+        self._stack = contextlib.ExitStack()
+        self._tracing: fullshard.Tracing | None = None
+
+    def __enter__(self) -> "StepRecorder":
+        self._stack.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def begin_step(self, step: int) -> None:
+        if step in self._steps and self._tracing is None:
+            tracing = fullshard.trace(
+                self._model, self._folder, optimizer=self._optimizer, first_step=step + 1
+            )
+            self._tracing = self._stack.enter_context(tracing)
+        if self._tracing is not None:
+            self._tracing.skip()  # checkpoints and progress between steps
+
+    def end_step(self, step: int) -> None:
+        if self._tracing is None:
+            return
+        self._tracing.step()
+        if step + 1 not in self._steps:
+            self._tracing = None
+            self._stack.close()
+
+
+def steps_to_trace(config: TrainConfig, *, done: int) -> range:
+    """Choose steps in the middle of what is left, but the first two only if there are no others.
+
+    The first steps allocate and are not typical. Of 30 steps, three: the 15th, 16th and 17th.
+    """
+    left = config.steps - done
+    count = min(config.trace_steps, max(1, left - 2))
+    first = done + (left - count + 1) // 2
+    return range(first, first + count)

@@ -9,8 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from fullshard.tools.cli_options import flag, option, takes
-from fullshard.tools.config import DEFAULT_CACHE, OptionError, TrainConfig
-from fullshard.tools.config_file import read_options
+from fullshard.tools.config import DEFAULT_CACHE, OptionError, TrainConfig, read_options
 
 TRAIN_EXAMPLES = """
 Examples:

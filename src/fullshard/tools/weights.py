@@ -1,8 +1,9 @@
 """Weights that leave a run, and those that one begins with: which folder, and whether it fits."""
 
+import dataclasses
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,27 @@ from torch import nn
 import fullshard
 from fullshard.errors import CheckpointError
 from fullshard.json_files import read_json
-from fullshard.models.blueprints import Blueprint
+from fullshard.models.blueprints import Blueprint, ConfiguredBlueprint
+from fullshard.models.sizes import SIZES, LlamaConfig
 from fullshard.tools.config import OptionError, TrainConfig
-from fullshard.tools.run_blueprint import blueprint_of
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.text.tokenizer import files_for_export, open_tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def model_config(config: TrainConfig) -> LlamaConfig:
+    """Return the sizes of a run's model, which is one of ours."""
+    return dataclasses.replace(
+        SIZES[config.model],
+        vocab_size=config.vocab_size,
+        tie_embeddings=config.tie_embeddings,
+    )
+
+
+def blueprint_of(config: TrainConfig, fields: Mapping[str, Any] | None) -> Blueprint:
+    """Return what a run's model is built from. fields: of the config.json that --model names, if it does."""
+    return model_config(config) if fields is None else ConfiguredBlueprint(fields)
 
 
 # Out

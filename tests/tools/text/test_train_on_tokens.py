@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from fullshard.models.llama import Llama, init_weights
-from fullshard.tools.run_blueprint import model_config
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.text.interface import IGNORED
 from fullshard.tools.text.opening import open_text
 from fullshard.tools.text.tokenizer import open_tokenizer
+from fullshard.tools.weights import model_config
 from tests.fresh import Ended, fullshard_on_ranks
 from tests.tools.processes import TINY, losses
 from tests.tools.text.conftest import word_tokenizer

@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
+from fullshard.tools.cli_options import option_field
 from fullshard.tools.config import OptionError
 
 COMMANDS = ("train", "doctor", "replay")
@@ -34,18 +35,29 @@ class Request:
     kind: str
     program: tuple[str, ...]
     typed: tuple[str, ...] = ()
-    nodes: int = 1
-    ranks_per_node: int = 8
-    on_cpu: bool = False
-    name: str = "fullshard"
-    gpu: str = ""
-    image: str = ""
-    volume: str = ""
-    time_limit: str = ""
-    partition: str = ""
-    cpus_per_rank: int | None = None
-    setup: str = ""
-    restarts: int | None = None
+    nodes: int = option_field(1, "Hosts.", panel="Ranks")
+    ranks_per_node: int = option_field(8, "Ranks of a host: one per GPU.", panel="Ranks")
+    on_cpu: bool = option_field(False, "Ask for no GPUs.", "--cpu", panel="Ranks")
+    name: str = option_field("fullshard", "The job's name.", panel="Job")
+    setup: str = option_field("", "Shell that comes first (slurm, sky, torchrun).", panel="Job")
+    gpu: str = option_field("", "Kind of GPU, such as H100 (sky).", panel="Job")
+    image: str = option_field("", "Container image (k8s).", panel="Job")
+    volume: str = option_field(
+        "",
+        "Persistent volume claim that all pods mount, and where (k8s).",
+        panel="Job",
+        metavar="CLAIM:/PATH",
+    )
+    time_limit: str = option_field("", "Time limit (slurm).", "--time", panel="Job")
+    partition: str = option_field("", "Partition (slurm).", panel="Job")
+    cpus_per_rank: int | None = option_field(
+        None, "Processors (slurm). Default: the site's, with --cpu 1.", panel="Job"
+    )
+    restarts: int | None = option_field(
+        None,
+        "How often all ranks start again after a failure (ray: 3; slurm, torchrun: 0).",
+        panel="Job",
+    )
 
     def __post_init__(self) -> None:
         problems = list(self._problems())

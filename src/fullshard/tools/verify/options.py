@@ -5,15 +5,14 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
-from fullshard.policies import CommChoice
+from fullshard.tools.cli_options import option_field
 from fullshard.tools.config import OptionError
 from fullshard.tools.import_path import check_import_path
 
 APIS = ("fully_shard", "fsdp1")
-COMMS = (CommChoice.AUTO.value, CommChoice.PROCESS_GROUP.value, CommChoice.COLLECTIVES.value)
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+COMMS = ("auto", "process_group", "collectives")  # values of CommChoice
+DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
+"""Names that torch has for what can be typed."""
 MAX_RANKS = 4
 _OF_FACTORIES = {
     **{name: f"--{name}" for name in ("batch", "loss", "shard", "api", "dtype", "lr")},
@@ -29,10 +28,10 @@ class Tolerance(NamedTuple):
 
 
 TOLERANCES = {
-    torch.float64: Tolerance(1e-9, 1e-11),
-    torch.float32: Tolerance(1e-4, 1e-5),
-    torch.float16: Tolerance(1e-2, 2e-3),
-    torch.bfloat16: Tolerance(4e-2, 1e-2),
+    "torch.float64": Tolerance(1e-9, 1e-11),
+    "torch.float32": Tolerance(1e-4, 1e-5),
+    "torch.float16": Tolerance(1e-2, 2e-3),
+    "torch.bfloat16": Tolerance(4e-2, 1e-2),
 }
 """By the least precise dtype in which either side computes: sums in another order differ by less."""
 
@@ -51,23 +50,58 @@ class VerifyOptions:
     """
 
     model: str
-    batch: str = ""
-    loss: str = ""
-    shard: str = ""
-    api: str = "fully_shard"
-    comm: str = "auto"
-    device: str = "cpu"
-    dtype: str = ""
-    ranks: int = 2
-    steps: int = 3
-    seed: int = 0
-    lr: float = 0.01
-    rtol: float | None = None
-    atol: float | None = None
-    timeout_s: float = 300.0
-    evaluates: bool = False
+    batch: str = option_field(
+        "",
+        "batch(step): the whole batch of a step, which is divided among ranks along dim 0. Tensors, or tuples, "
+        "lists and dicts of them.",
+        panel="Program",
+        metavar="MODULE:FUNCTION",
+    )
+    loss: str = option_field(
+        "",
+        'loss(model, batch): a scalar. Default: what the model returns, its .loss, or its ["loss"].',
+        panel="Program",
+        metavar="MODULE:FUNCTION",
+    )
+    shard: str = option_field(
+        "",
+        "shard(model): the sharded model. Default: units of repeated blocks.",
+        panel="Program",
+        metavar="MODULE:FUNCTION",
+    )
+    api: str = option_field(
+        "fully_shard", "Without --shard: fully_shard or fsdp1.", panel="Sharding"
+    )
+    comm: str = option_field("auto", "auto, process_group or collectives.", panel="Sharding")
+    ranks: int = option_field(2, "Local ranks, 2 to 4.", panel="Sharding")
+    device: str = option_field("cpu", "cpu or cuda.", panel="Sharding")
+    dtype: str = option_field(
+        "", "Of model and batch: fp64, fp32, bf16. Default: as it is.", panel="Training"
+    )
+    steps: int = option_field(3, "Optimizer steps.", panel="Training")
+    lr: float = option_field(0.01, "Learning rate of SGD.", panel="Training")
+    seed: int = option_field(0, "Decides first values and random numbers.", panel="Training")
+    evaluates: bool = option_field(
+        False, "In evaluation mode, so without dropout.", "--eval", panel="Training"
+    )
+    rtol: float | None = option_field(
+        None, "Of a tensor's largest value. Default: by dtype, fp32 1e-4.", panel="Comparing"
+    )
+    atol: float | None = option_field(
+        None, "Of the largest value of its kind. Default: fp32 1e-5.", panel="Comparing"
+    )
+    divide_factor: float | None = option_field(
+        None,
+        "What your script divides summed gradients by on purpose. Default: the number of ranks.",
+        panel="Comparing",
+    )
+    timeout_s: float = option_field(
+        300.0,
+        "Seconds for the one process, and again for the ranks; for each run of a script.",
+        "--timeout",
+        panel="Comparing",
+    )
     arguments: tuple[str, ...] = ()
-    divide_factor: float | None = None
 
     @property
     def script(self) -> str:
@@ -114,8 +148,8 @@ class VerifyOptions:
 
         dtypes: as torch prints them, such as "torch.float32".
         """
-        taken = [each for dtype, each in TOLERANCES.items() if str(dtype) in dtypes]
-        rtol, atol = max(taken, default=TOLERANCES[torch.float32])
+        taken = [each for dtype, each in TOLERANCES.items() if dtype in dtypes]
+        rtol, atol = max(taken, default=TOLERANCES["torch.float32"])
         return Tolerance(
             rtol if self.rtol is None else self.rtol, atol if self.atol is None else self.atol
         )

@@ -80,7 +80,7 @@ class Program:
                 "to begin with. Return one that has memory."
             )
         made.train(not options.evaluates)
-        made = made.to(device=torch.device(options.device), dtype=DTYPES.get(options.dtype))
+        made = made.to(device=torch.device(options.device), dtype=_dtype_of(options))
         return made, batch
 
     def part(self, batch: Callable[[int], Any], step: int, rank: int) -> Any:
@@ -92,7 +92,7 @@ class Program:
                 f"the batch of step {step} is a {type(whole).__name__} without tensors. Give a tensor, or "
                 "tuples, lists and dicts of tensors."
             )
-        dtype = DTYPES.get(self.options.dtype)
+        dtype = _dtype_of(self.options)
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             own = _cut(tensor, rank, self.options.ranks, step).to(self.options.device)
@@ -158,6 +158,10 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
             own = (c for c in children if not isinstance(c, (nn.ModuleList, nn.ModuleDict)))
             blocks |= {id(child): child for child in own if child is not model}
     return list(blocks.values())
+
+
+def _dtype_of(options: VerifyOptions) -> torch.dtype | None:
+    return getattr(torch, DTYPES[options.dtype]) if options.dtype else None
 
 
 def _cut(tensor: torch.Tensor, rank: int, num_ranks: int, step: int) -> torch.Tensor:
