@@ -76,7 +76,9 @@ SEEN = {
         ],
         "experts.py": [r"^rank 0: used by any \[True, False, True, False\]$"],
     },
-    "docs/models.md#building-a-model-that-is-larger-than-a-host": {"deferred.py": [r"^rank 1: equal in every bit: True$"]},
+    "docs/models.md#building-a-model-that-is-larger-than-a-host": {
+        "deferred.py": [r"^rank 1: equal in every bit: True$"]
+    },
     "docs/checkpoints.md": {
         "resume.py": [r"^rank 0: steps 0 to 10$", r"^rank 1: steps 0 to 10$"],
     },
