@@ -267,5 +267,6 @@ def test_a_loss_that_is_not_finite_stops_every_rank(tmp_path: Path) -> None:
     codes = sorted(ended.code for ended in ranks)
     assert codes in ([1, 1], [1, 3]), ranks  # a rank that sees the other end says that it is lost
     for ended in ranks:
-        assert "Lower --lr" in ended.err or ended.code == 3
+        # It has nothing to add to what the other has printed, least of all that one should go on.
+        assert "Lower --lr" in ended.err or (ended.code == 3 and "checkpoint" not in ended.err)
         assert "Traceback" not in ended.err

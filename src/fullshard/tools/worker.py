@@ -102,6 +102,9 @@ def _what_is_saved(folder: RunFolder) -> str:
 def _complain(place: Place, folder: RunFolder, error: Exception) -> Exit:
     """Say why this rank ends, and return its exit code. Of another's death, one or two ranks of a host tell."""
     if _is_loss(error):
+        others = {*range(dist.get_world_size())} - {place.rank}
+        if any(each.error for each in watchdog().board.last_words(others).values()):
+            return Exit.RANK_LOST  # by an error that the rank itself has printed, with what to do
         # The first rank of a host speaks, or the second where the first is the one that is gone.
         follows = place.local_rank == 1 and f"rank {place.rank - 1} " in str(error)
         if place.local_rank == 0 or follows:
