@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.selection import each_value, is_odd, mark_long, one_way, repeats
+from tests.selection import mark_long, one_way, repeats
 
 
 def _case(
@@ -53,15 +53,14 @@ def test_a_test_that_says_what_it_leaves_out_has_the_rest(request: pytest.Fixtur
     assert len(_kept(request, mark, api=WAYS, face=["a", "b"])) == 2
 
 
-def test_others_have_each_value_once_if_they_say_so(request: pytest.FixtureRequest) -> None:
-    assert len(_kept(request, face=[1, 2], ranks=[3, 4])) == 4
-    assert _kept(request, each_value(), face=[1, 2, 3]) == [(1,), (2,), (3,)]
-    assert _kept(request, each_value(), face=[1, 2], ranks=[3, 4]) == [(1, 3), (2, 4)]
+def test_what_one_parametrize_lists_is_one_setting(request: pytest.FixtureRequest) -> None:
+    listed = pytest.mark.parametrize(("face", "ranks"), [(1, 3), (1, 4), (2, 3), (2, 4)])
+    assert len(_kept(request, listed, face=[1, 2], ranks=[3, 4])) == 4
 
 
 def test_what_is_long_by_itself_counts_for_none(request: pytest.FixtureRequest) -> None:
     mark = repeats(lambda settings: settings["face"] == settings["ranks"] == 0)
-    kept = _kept(request, mark, each_value(), face=[0, 1], ranks=[0, 1])
+    kept = _kept(request, mark, face=[0, 1], ranks=[0, 1])
     assert kept == [(0, 1), (1, 0)]
 
 
@@ -83,11 +82,3 @@ def test_conditions_may_be_functions_with_names(request: pytest.FixtureRequest) 
 
     assert _left_out(request, repeats(is_large), size=3)
     assert not _left_out(request, repeats(is_large), size=2)
-
-
-def test_half_of_all_combinations_has_every_two_values() -> None:
-    every = list(itertools.product((False, True), repeat=3))
-    kept = [facts for facts in every if not is_odd(*facts)]
-    assert len(kept) == len(every) / 2
-    for first, second in itertools.combinations(range(3), 2):
-        assert len({(facts[first], facts[second]) for facts in kept}) == 4

@@ -18,7 +18,7 @@ from fullshard.errors import StateError
 from tests.api import Api
 from tests.fsdp1.models import Block, clean, full_value, net, quiet, train, wrap
 from tests.harness import Fate, Pools, Task, mesh_of, on_ranks, run_fresh, world_size
-from tests.selection import Settings, each_value, one_way, repeats
+from tests.selection import Settings, one_way, repeats
 from tests.training import assert_equal
 
 pytestmark = one_way("the other files: what moves comes from the same tensors")
@@ -459,7 +459,6 @@ def test_optimizer_that_cannot_say_what_it_begins_with_says_so(api: Api, way: st
         api.sharded_state(model, optim.LBFGS(model.parameters()))
 
 
-@each_value()
 @on_default_comm
 @pytest.mark.parametrize("change", ["Missing", "Unexpected", "size mismatch"])
 @pytest.mark.parametrize("way", ["orig", "flat", "fully_shard", "replicated"])

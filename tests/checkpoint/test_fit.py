@@ -23,7 +23,6 @@ from tests.api import Api
 from tests.harness import Pools, Task, mesh_of, on_ranks, rank, world_size
 from tests.live.ways import sharded
 from tests.models import mlp
-from tests.selection import each_value
 from tests.training import assert_equal
 
 alone = pytest.mark.apis("peer_memory")
@@ -251,7 +250,6 @@ CONVERTED = {
 }
 
 
-@each_value()
 @alone
 @pytest.mark.parametrize("way", ["plain", "fully_shard", "flat"])
 @pytest.mark.parametrize("kind", CONVERTED)

@@ -44,7 +44,6 @@ from tests.fresh import in_warm_forks
 from tests.harness import Fate, mesh_of, on_ranks, rank, run_fresh, world_size
 from tests.models import mlp
 from tests.resident import peak_mib
-from tests.selection import each_value
 from tests.training import assert_equal
 
 alone = pytest.mark.apis("peer_memory")
@@ -1146,7 +1145,6 @@ _WAYS_TO_SHARD: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-@each_value()
 @alone
 @pytest.mark.parametrize("save", [_save_now, _save_later, _manage])
 @pytest.mark.parametrize("way", _WAYS_TO_SHARD)

@@ -24,7 +24,6 @@ from tests.checkpoint.test_any_to_any import ANY, HYBRID, _sharded, _tensor_para
 from tests.fsdp1.models import net
 from tests.harness import Pools, Task, mesh_of, on_ranks, rank, world_size
 from tests.models import mlp
-from tests.selection import each_value
 from tests.training import assert_equal
 
 pytestmark = pytest.mark.apis("peer_memory")
@@ -60,7 +59,6 @@ def _load(api: Api, way: str, folder: Path) -> dict[str, Tensor]:
     return _values(model)
 
 
-@each_value()
 @pytest.mark.parametrize(
     ("way", "ranks"), [*((way, 3) for way in ANY), *((way, 4) for way in HYBRID)]
 )

@@ -21,7 +21,6 @@ from fullshard.models.sizes import LlamaConfig
 from tests.api import Api
 from tests.fsdp1.models import quiet
 from tests.harness import mesh_of, on_ranks, rank, world_size
-from tests.selection import each_value
 from tests.training import assert_equal
 
 pytestmark = pytest.mark.apis("peer_memory")
@@ -136,7 +135,6 @@ SHARDED: dict[str, Callable[[Api, nn.Module], Any]] = {
 }
 
 
-@each_value()
 @pytest.mark.parametrize("way", SHARDED)
 @on_ranks(2, 4)
 def test_sharded_models_have_them_on_any_number_of_ranks(api: Api, way: str) -> None:

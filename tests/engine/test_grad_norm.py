@@ -33,7 +33,7 @@ from tests.api import Api
 from tests.fsdp1.models import CPU, quiet
 from tests.harness import mesh_of, on_ranks, world_size
 from tests.models import UnevenMLP
-from tests.selection import each_value, one_way
+from tests.selection import one_way
 from tests.training import (
     assert_equal,
     assert_gradients_are_parts_of,
@@ -60,7 +60,6 @@ def _sharded_after_backward(api: Api, **options: object) -> tuple[nn.Module, nn.
     return model, alone
 
 
-@each_value()
 @pytest.mark.ours("not part of the API")
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
@@ -257,7 +256,6 @@ def _forward(model: nn.Module, face: str, part: Tensor) -> Tensor:
 
 
 @pytest.mark.ours("its wrapper leaves the tensor-parallel axis out, and it has no function")
-@each_value()
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("face", FACES)
 @on_ranks(4)

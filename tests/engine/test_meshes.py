@@ -29,7 +29,7 @@ from torch.optim import SGD
 from tests.api import Api
 from tests.collectives import record_traffic
 from tests.harness import mesh_of, on_ranks, rank
-from tests.selection import is_odd, one_way, repeats
+from tests.selection import one_way, repeats
 from tests.training import (
     assert_equal,
     full_gradients,
@@ -610,7 +610,6 @@ def _shard_mixtures(api: Api, model: nn.Sequential, mesh: DeviceMesh, info: Any,
     api.fully_shard(model, mesh=mesh, **kw)
 
 
-@repeats(lambda s: is_odd(s["api"] == "process_group", s["reshard"] is True))
 @pytest.mark.parametrize("reshard", [True, False, 2])
 @on_ranks(4)
 def test_parameters_with_a_mesh_of_their_own_train_like_one_process(

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.api import Api
 from tests.harness import mesh_of, on_ranks, rank
 from tests.models import mlp
-from tests.selection import each_value, one_way
+from tests.selection import one_way
 from tests.training import (
     assert_gradients_are_parts_of,
     full_gradients,
@@ -54,7 +54,6 @@ def _backward(model: nn.Module, how: str, seed: int = 0) -> None:
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-@each_value()
 @kept
 @pytest.mark.parametrize("clip", ["torch", "ours"])
 @pytest.mark.ours("clips nothing")

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.engine.module_state import state_of
 from tests.api import Api
 from tests.harness import on_ranks, rank
-from tests.selection import is_odd, repeats
+from tests.selection import repeats
 from tests.training import (
     assert_gradients_are_parts_of,
     full_gradients,
@@ -118,14 +118,6 @@ def _train_both(model: nn.Module, alone: nn.Module, api: Api, face: str, steps: 
             optimizer.zero_grad()
 
 
-@repeats(
-    lambda s: is_odd(
-        s["api"] == "process_group",
-        s["world_size"] == 3,
-        s["face"] == "wrapper",
-        s["moment"] == "between",
-    )
-)
 @repeats(lambda s: s["world_size"] == 3 and s["moment"] == "first")
 @on_ranks(2, 3)
 @pytest.mark.parametrize("face", ["fully_shard", "wrapper"])
@@ -397,7 +389,6 @@ class Stack(nn.Module):
         return x
 
 
-@repeats(lambda s: is_odd(s["api"] == "process_group", s["face"] == "wrapper", s["is_training"]))
 @on_ranks(2)
 @pytest.mark.parametrize("face", ["fully_shard", "wrapper"])
 @pytest.mark.parametrize("is_training", [True, False])
@@ -556,14 +547,6 @@ class Late(nn.Module):
         return self.head(x + self.table(torch.arange(6)).mean(0))
 
 
-@repeats(
-    lambda s: is_odd(
-        s["api"] == "process_group",
-        s["world_size"] == 3,
-        s["face"] == "wrapper",
-        s["is_training"],
-    )
-)
 @on_ranks(2, 3)
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.parametrize("face", ["fully_shard", "wrapper"])

@@ -30,7 +30,6 @@ from tests.fsdp1.models import (
     wrap,
 )
 from tests.harness import mesh_of, on_ranks, rank
-from tests.selection import each_value
 from tests.training import assert_equal, make_batch, mean_square, my_part
 
 # The one communication that is tested here takes the place of the default.
@@ -88,7 +87,6 @@ def test_each_instance_is_gathered_and_reduced_once(
     _assert_counts(api, strategy, use_orig_params)
 
 
-@each_value()
 @on_collectives
 @pytest.mark.parametrize("strategy", COUNTS)
 @orig_params
@@ -264,7 +262,6 @@ BACKWARD = {
 TORCH_POST = "g2 b2 g1 r2 bt2 b1 g0 r1 bt1 b0 r0"
 
 
-@each_value()
 @on_collectives
 @pytest.mark.parametrize("forward_prefetch", [False, True])
 @pytest.mark.parametrize("backward_prefetch", BACKWARD)

@@ -34,7 +34,6 @@ from tests.fsdp1.models import (
     wrap,
 )
 from tests.harness import mesh_of, on_ranks, rank, world_size
-from tests.selection import each_value, is_odd, repeats
 from tests.training import assert_equal
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -174,7 +173,6 @@ def test_full_state_is_that_of_an_unwrapped_model(
         assert {**group, "params": 0} == {**other, "params": 0}
 
 
-@each_value()
 @on_default_comm
 @with_state
 @pytest.mark.parametrize("state", ON_2_RANKS)
@@ -330,9 +328,6 @@ def test_state_dicts_by_name_are_those_by_position(api: Api) -> None:
 # There and back
 
 
-@repeats(
-    lambda s: is_odd(s["api"] == "process_group", s["use_orig_params"], s["optimizer"] == "sgd")
-)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("state", ON_2_RANKS)
 @orig_params
@@ -387,7 +382,6 @@ def test_state_is_loaded_directly_if_asked_for(
     _assert_goes_on_alike((api, run), (api, other))
 
 
-@repeats(lambda s: is_odd(s["state"] == "full", s["into"] == "full", s["use_orig_params"]))
 @on_default_comm
 @pytest.mark.ours("loads what its settings say")
 @pytest.mark.parametrize("state", ["full", "sharded", "dtensor"])
@@ -405,7 +399,6 @@ def test_any_wrapping_loads_what_any_other_saved(
     _assert_goes_on_alike((api, run), (api, other))
 
 
-@repeats(lambda s: is_odd(s["optimizer"] == "sgd", s["use_orig_params"], s["into_orig_params"]))
 @on_default_comm
 @with_state
 @pytest.mark.parametrize("state", ["full", "sharded", "dtensor"])
@@ -520,7 +513,6 @@ def test_sharded_optim_state_dict_is_the_sharded_state(
     assert_equal(_values(old), _values(new))
 
 
-@each_value()
 @on_default_comm
 @pytest.mark.parametrize("function", ["shard_full", "scatter_full", "flatten_sharded"])
 @with_state

@@ -45,7 +45,6 @@ from tests.fsdp1.models import (
     wrap,
 )
 from tests.harness import Pools, Task, mesh_of, on_ranks, rank, world_size
-from tests.selection import each_value, is_odd, repeats
 from tests.training import assert_equal
 
 # What does not depend on how bytes travel.
@@ -293,11 +292,6 @@ def test_another_instance_loads_what_was_saved(api: Api, saved: str, use_orig_pa
     _assert_same_model(api, other, model)
 
 
-@repeats(
-    lambda s: is_odd(
-        s["settings"] == "FULL", s["saved"] in ("full", "sharded", "dtensor"), s["use_orig_params"]
-    )
-)
 @on_default_comm
 @pytest.mark.ours("loads what its settings say, and LOCAL by position")
 @pytest.mark.parametrize("settings", ["FULL", "SHARDED", "LOCAL"])
@@ -349,9 +343,6 @@ def _assert_torch_s_are_ours(
     assert_equal(buffers(other), buffers(model))
 
 
-@repeats(
-    lambda s: is_odd(s["direction"] == "to_torch", s["use_orig_params"], s["into_orig_params"])
-)
 @_between
 @pytest.mark.parametrize("saved", ["full", "sharded", "dtensor"])
 @on_ranks(2)
@@ -453,7 +444,6 @@ def _read_checkpoint(api: Api, saved: str, folder: Path) -> dict[str, Tensor]:
 # Errors
 
 
-@each_value()
 @on_default_comm
 @orig_params
 @pytest.mark.parametrize("change", ["missing", "unexpected", "both", "shape"])

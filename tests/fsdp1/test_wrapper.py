@@ -43,7 +43,6 @@ from tests.fsdp1.models import (
 )
 from tests.harness import mesh_of, on_ranks, rank
 from tests.models import Scale
-from tests.selection import is_odd, repeats
 from tests.training import assert_equal, make_batch, my_part
 
 strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
@@ -1159,14 +1158,6 @@ def _fails(layer: nn.Module, when: str) -> Iterator[None]:
     handle.remove()
 
 
-@repeats(
-    lambda s: is_odd(
-        s["strategy"] == "FULL_SHARD",
-        s["use_orig_params"],
-        s["when"] == "forward",
-        s["where"] == "root",
-    )
-)
 @strategies
 @orig_params
 @pytest.mark.parametrize("when", ["forward", "backward"])

@@ -23,7 +23,6 @@ from tests.api import Api
 from tests.fsdp1.models import Block, batch, clean, net, quiet
 from tests.harness import Fate, mesh_of, on_ranks, rank, run_fresh, world_size
 from tests.live.ways import TRAINING, sharded, without_sync
-from tests.selection import each_value
 from tests.test_transfer import HYBRID
 from tests.training import mean_square, my_part
 
@@ -115,7 +114,6 @@ def _x(seed: int) -> Tensor:
     return my_part(batch(seed))
 
 
-@each_value()
 @ours
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("way", TRAINING)
@@ -163,7 +161,6 @@ def test_a_loss_of_weights_alone(api: Api, way: str) -> None:
     _assert_gradients(model, _expected([loss, loss], 2))
 
 
-@each_value()
 @ours
 @pytest.mark.parametrize("last", ["after", "block"])
 @pytest.mark.parametrize("way", ["fully_shard", "orig", "flat", "hybrid_fully_shard"])

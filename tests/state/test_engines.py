@@ -35,7 +35,7 @@ from torch.optim import AdamW, Optimizer
 from tests.api import Api
 from tests.fsdp1.models import CPU, full_value, quiet
 from tests.harness import on_ranks
-from tests.selection import Settings, is_odd, one_way, repeats
+from tests.selection import one_way, repeats
 from tests.training import assert_equal, make_batch, mean_square
 
 pytestmark = one_way("tests/engine and tests/parity: what is saved comes from the same tensors")
@@ -141,13 +141,6 @@ def _loads_moments(face: str, tp: int) -> bool:
 both_degrees = pytest.mark.parametrize("tp", [1, 2])
 
 
-def _is_odd_pair(settings: Settings) -> bool:
-    """Half of the pairs of writer and reader with tensor parallel, the other half without."""
-    ours = OURS.index(settings["reader"]) if settings["reader"] in OURS else 0
-    writer = FACES.index(settings["writer"])
-    return is_odd(ours % 2 == 1, writer % 2 == 1, settings.get("tp", 1) == 2)
-
-
 # Each of ours into each engine's and back; the rest takes too long for every change.
 SOME = [("orig", "fully_shard"), ("group_flat", "torch_fully_shard"), ("torch_wrapper", "flat")]
 SOME += [("torch_fully_shard", "group_orig"), ("flat", "orig"), ("fully_shard", "group_flat")]
@@ -162,7 +155,6 @@ some_pairs = pytest.mark.parametrize(
 @pytest.mark.apis("peer_memory", "process_group")
 @some_pairs
 @both_degrees
-@repeats(_is_odd_pair)
 @on_ranks(4)
 def test_checkpoints_of_every_engine_load_into_every_other(
     api: Api, writer: str, reader: str, tp: int
@@ -208,7 +200,6 @@ def test_either_wrapper_takes_the_others_sharded_values_as_they_are(api: Api, tp
 @pytest.mark.parametrize("writer", ["orig", "torch_fully_shard"])
 @pytest.mark.parametrize("reader", OURS)
 @both_degrees
-@repeats(_is_odd_pair)
 @on_ranks(4)
 def test_full_state_dicts_of_either_engine_load_into_ours(
     api: Api, writer: str, reader: str, tp: int
@@ -247,7 +238,6 @@ def test_first_rank_alone_has_the_full_state_and_spreads_it(api: Api, face: str,
 @pytest.mark.parametrize("writer", ["orig", "group_flat", "torch_fully_shard"])
 @pytest.mark.parametrize("reader", ["flat", "fully_shard"])
 @pytest.mark.parametrize("degrees", [(1, 2), (2, 1), (2, 4)], ids=str)
-@repeats(lambda s: _is_odd_pair({**s, "tp": s["degrees"][0]}))
 @on_ranks(4)
 def test_sharded_values_of_other_degrees_of_parallelism_load_into_ours(
     api: Api, writer: str, reader: str, degrees: tuple[int, int]

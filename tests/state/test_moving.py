@@ -16,7 +16,6 @@ from fullshard.plan.boxes import Box, Division, boxes_of_run, chunks, whole_box
 from fullshard.state.moving import Moving, move
 from tests.collectives import record_traffic
 from tests.harness import on_ranks, rank, world_size
-from tests.selection import each_value
 
 CPU = torch.device("cpu")
 SHAPES = [(7, 5), (3,), (2, 6, 3), (16, 16), (1,), (0, 4), ()]
@@ -128,7 +127,6 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
-@each_value()
 @pytest.mark.parametrize("after", DIVISIONS)
 @pytest.mark.parametrize("before", DIVISIONS)
 @on_ranks(2, 4)
