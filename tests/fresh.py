@@ -97,7 +97,9 @@ main()
 # What is imported is frozen: a fork that ends would look through all of it for garbage, for some 3 s.
 _SERVER = """
 import gc, json, os, sys
+from fullshard.comm import shared_memory
 
+shared_memory._SPIN_S = shared_memory._YIELD_S = 0.0  # as in tests/harness.py
 gc.collect()
 gc.freeze()
 

@@ -381,6 +381,8 @@ def world_size() -> int:
 def _serve(
     number: int, size: int, folder: Path, connection: Connection, lifeline: Connection
 ) -> None:
+    from fullshard.comm import shared_memory
+
     os.setpgid(0, 0)
     # Of a fault in a thread of Gloo, `faulthandler` does not show the stack. This one goes to stderr,
     # as do the words with which the C library or C++ ends a process.
@@ -393,6 +395,8 @@ def _serve(
     faulthandler.register(signal.SIGUSR1, file=dump, all_threads=True)
     threading.Thread(target=_exit_with_parent, args=(lifeline,), daemon=True).start()
     torch.set_num_threads(1)
+    # Other pools' ranks want the processor that a rank would spin on: a sixth of all that tests compute.
+    shared_memory._SPIN_S = shared_memory._YIELD_S = 0.0
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group(
         "gloo", store=store, rank=number, world_size=size, timeout=timedelta(seconds=60)

@@ -16,8 +16,11 @@ from fullshard.errors import MisuseError, ShardingError, StateError
 from tests.api import Api
 from tests.harness import mesh_of, on_ranks, rank, world_size
 from tests.live.ways import FEW, TRAINING, sharded, without_sync
+from tests.selection import one_way
 from tests.test_transfer import HYBRID
 from tests.training import assert_equal
+
+pytestmark = one_way("tests/parity/test_matrix.py: weights are set before sums travel")
 
 CLASSES = 7
 Batch = tuple[torch.Tensor, torch.Tensor]

@@ -34,7 +34,7 @@ from tests.training import (
 
 pytestmark = one_way("the other files of this folder; tests/parity; tests/differential")
 
-STEPS = 4
+STEPS = 3
 LIMIT_S = 120.0  # the first of them imports the compiler
 
 

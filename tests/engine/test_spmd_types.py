@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.api import Api
 from tests.harness import on_ranks
 from tests.releases import RELEASE, beside_pytorch
-from tests.selection import repeats
+from tests.selection import one_way, repeats
 from tests.test_architecture import MODULES
 from tests.training import (
     assert_equal,
@@ -39,6 +39,8 @@ from tests.training import (
     mean_square,
     my_part,
 )
+
+pytestmark = one_way("tests/parity/test_matrix.py: annotations say what is exchanged, not how")
 
 HAS_PACKAGE = importlib.util.find_spec("spmd_types") is not None
 needs_package = pytest.mark.skipif(not HAS_PACKAGE, reason="needs the package spmd_types")

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tests.api import Api
 from tests.harness import on_ranks, rank
 from tests.models import UnevenMLP, mlp
+from tests.selection import one_way
 from tests.training import (
     assert_equal,
     assert_gradients_are_parts_of,
@@ -44,6 +45,8 @@ from tests.training import (
     mean_square,
     my_part,
 )
+
+pytestmark = one_way("tests/engine/test_passes.py: what is saved comes from the same tensors")
 
 
 def _shard(api: Api, model: nn.Sequential, **options: Any) -> nn.Sequential:

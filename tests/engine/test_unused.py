@@ -17,9 +17,11 @@ from fullshard.errors import ShardingError, StateError
 from tests.api import Api
 from tests.fsdp1.models import quiet
 from tests.harness import mesh_of, on_ranks, rank, world_size
+from tests.selection import one_way
 from tests.training import assert_equal, full_gradients
 
 pytestmark = [
+    one_way("tests/differential: zeros take the way of gradients"),
     pytest.mark.ours("PyTorch has no set_unused"),
     pytest.mark.apis("peer_memory", "process_group"),
 ]

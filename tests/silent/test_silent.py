@@ -28,9 +28,13 @@ from fullshard.fsdp2.module import RELEASE
 from tests.api import Api
 from tests.fsdp1.models import quiet
 from tests.harness import mesh_of, on_ranks, rank, world_size
+from tests.selection import one_way
 from tests.training import assert_equal, full, full_gradients
 
-pytestmark = pytest.mark.ours("the tests show what PyTorch's engine does themselves")
+pytestmark = [
+    pytest.mark.ours("the tests show what PyTorch's engine does themselves"),
+    one_way("tests/differential"),
+]
 
 TORCH = Api("torch")
 is_pinned = RELEASE == (2, 13)
