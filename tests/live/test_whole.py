@@ -326,7 +326,8 @@ def test_reading_while_gradients_accumulate_changes_nothing(api: Api, way: str) 
             if writeback is not None:
                 with fullshard.full_parameters(model, writeback=writeback):
                     shown = _parameters(model)
-                assert_equal(shown, {name: _state(model)[name] for name in shown})
+                state = _state(model)
+                assert_equal(shown, {name: state[name] for name in shown})
             gradients.append(
                 [None if p.grad is None else p.grad.clone() for p in model.parameters()]
             )

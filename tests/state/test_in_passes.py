@@ -178,9 +178,9 @@ class _Seen:
 
 
 def _run(
-    api: Api, way: str, place: str, do: Callable[[Any, torch.optim.Optimizer], Whole] | None = None
+    api: Api, way: str, place: str, *do: Callable[[Any, torch.optim.Optimizer], Whole]
 ) -> _Seen:
-    """Train a model in steps of two backwards, and do something once, in a hook in the second one."""
+    """Train a model in steps of two backwards, and do things once, in a hook in the second one."""
     with quiet():
         model = WAYS[way](api, net())
     _inner(model).batch_norm.momentum = 0.0  # else ranks differ in buffers
@@ -191,11 +191,11 @@ def _run(
             state = _state_dict(api, model, optimizer, Path())
             seen.expected = {name: state[name] for name, _ in net().named_parameters()}
         for part in range(2):
-            todo = [do] if do is not None and (step, part) == (1, 1) else []
+            todo = [*do] if (step, part) == (1, 1) else []
 
             def act(todo: list[Any] = todo) -> None:
-                if todo:
-                    seen.read.append(todo.pop()(model, optimizer))
+                while todo:
+                    seen.read.append(todo.pop(0)(model, optimizer))
 
             handle = PLACES[place](model, act)
             seen.losses.append(run_step(model, seed=2 * step + part).item())
@@ -224,14 +224,18 @@ def _assert_same(one: _Seen, other: _Seen) -> None:
     assert_equal(one.after, other.after)
 
 
-def _assert_reading_changes_nothing(api: Api, way: str, place: str, path: Path) -> None:
+def _assert_reading_changes_nothing(
+    api: Api, way: str, place: str, path: Path, alone: bool
+) -> None:
+    """alone: whether each reader has a pass of its own; else all read in one."""
+    readers = [lambda *a, r=r, n=n: r(api, *a, path / n) for n, r in READERS.items()]
     with quiet():
         expected = _run(api, way, place)
-        for name, reader in READERS.items():
-            seen = _run(api, way, place, lambda *a, r=reader, n=name: r(api, *a, path / n))
+        for group in [[reader] for reader in readers] if alone else [readers]:
+            seen = _run(api, way, place, *group)
             _assert_same(seen, expected)
-            (read,) = seen.read
-            if read:
+            assert len(seen.read) == len(group)
+            for read in filter(None, seen.read):
                 assert_equal({each: read[each] for each in seen.expected}, seen.expected)
 
 
@@ -243,15 +247,21 @@ IN_SHORT = {
     *(("orig", "in block"), ("flat", "block's backward"), ("kept", "root's forward")),
 }
 some = repeats(lambda s: s["api"] == "process_group" or (s["way"], s["place"]) not in IN_SHORT)
+each_alone = pytest.mark.parametrize(
+    "alone", [False, pytest.param(True, marks=pytest.mark.long)], ids=["together", "each alone"]
+)
 ON_TWO = [way for way in WAYS if way not in (*HYBRID, "plain", "smaller")]
 
 
 @some
+@each_alone
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("way", ON_TWO)
 @on_ranks(2)
-def test_reading_in_a_pass_changes_nothing(api: Api, way: str, place: str, tmp_path: Path) -> None:
-    _assert_reading_changes_nothing(api, way, place, tmp_path)
+def test_reading_in_a_pass_changes_nothing(
+    api: Api, way: str, place: str, tmp_path: Path, alone: bool
+) -> None:
+    _assert_reading_changes_nothing(api, way, place, tmp_path, alone)
 
 
 @pytest.mark.long
@@ -261,7 +271,7 @@ def test_reading_in_a_pass_changes_nothing(api: Api, way: str, place: str, tmp_p
 def test_reading_in_a_pass_of_replicas_changes_nothing(
     api: Api, way: str, place: str, tmp_path: Path
 ) -> None:
-    _assert_reading_changes_nothing(api, way, place, tmp_path)
+    _assert_reading_changes_nothing(api, way, place, tmp_path, alone=True)
 
 
 @repeats(lambda s: s["api"] == "process_group" or s["way"] in ("flat", "replicated", "kept"))
@@ -281,26 +291,27 @@ def test_one_rank_alone_reads_in_a_pass(api: Api, way: str) -> None:
 
 
 @repeats(lambda s: s["api"] == "process_group" or s["way"] in ("replicated", "kept"))
+@each_alone
 @pytest.mark.parametrize("way", FEW_WAYS)
 @on_ranks(2)
 def test_reading_between_forward_and_backward_changes_nothing(
-    api: Api, way: str, tmp_path: Path
+    api: Api, way: str, tmp_path: Path, alone: bool
 ) -> None:
-    def gradients(reader: Reader | None, name: str) -> dict[str, Tensor]:
+    def gradients(readers: dict[str, Reader]) -> dict[str, Tensor]:
         model = WAYS[way](api, net())
         _inner(model).batch_norm.momentum = 0.0
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for number in range(2):
             loss = mean_square(model(my_part(batch(number))))
-            if reader is not None:
+            for name, reader in readers.items():
                 reader(api, model, optimizer, tmp_path / name / str(number))
             loss.backward()
         return {n: _local(p.grad) for n, p in model.named_parameters() if p.grad is not None}
 
     with quiet():
-        expected = gradients(None, "")
-        for name, reader in READERS.items():
-            assert_equal(gradients(reader, name), expected)
+        expected = gradients({})
+        for group in [{n: r} for n, r in READERS.items()] if alone else [READERS]:
+            assert_equal(gradients(group), expected)
 
 
 def _load_state(_: Api, model: Any, __: torch.optim.Optimizer, state: Whole, ___: Path) -> None:
@@ -340,7 +351,7 @@ def test_loading_in_a_pass_is_refused(api: Api, way: str, place: str, tmp_path: 
     fullshard.save_checkpoint(tmp_path / "a", other, torch.optim.SGD(other.parameters(), lr=0.1))
     fullshard.export_hf(other, tmp_path / "b")
     with quiet():
-        expected = _run(api, way, place)
+        expected, writers = _run(api, way, place), []
         for name, writer in WRITERS.items():
 
             def write(model: Any, optimizer: Any, writer: Any = writer, name: str = name) -> Whole:
@@ -348,7 +359,8 @@ def test_loading_in_a_pass_is_refused(api: Api, way: str, place: str, tmp_path: 
                     writer(api, model, optimizer, state, tmp_path)
                 return {}
 
-            _assert_same(_run(api, way, place, write), expected)
+            writers.append(write)
+        _assert_same(_run(api, way, place, *writers), expected)
 
 
 @pytest.mark.parametrize("way", ["orig", "flat", "fully_shard"])
