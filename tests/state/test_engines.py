@@ -193,7 +193,8 @@ def test_either_wrapper_takes_the_others_sharded_values_as_they_are(api: Api, tp
     for trained, state in ((ours, expected[1]), (theirs, expected[0])):
         _set(trained, state)
         actual = _named(_state(trained), moments=_loads_moments(trained.face, tp))
-        assert_equal(actual, {name: _named(state)[name] for name in actual})
+        expected_values = _named(state)
+        assert_equal(actual, {name: expected_values[name] for name in actual})
 
 
 @pytest.mark.apis("peer_memory", "process_group")
