@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ def _step(model: Any, optimizer: Any, seed: int) -> float:
     return loss.item()
 
 
-def _is_averaged(name: str) -> bool:
-    return name in {n for n, _ in net().named_parameters(remove_duplicate=False)}
+@functools.cache
+def _averaged() -> set[str]:
+    return {name for name, _ in net().named_parameters(remove_duplicate=False)}
 
 
 @ours
@@ -55,7 +57,7 @@ def test_averages_are_those_of_whole_parameters_and_training_does_not_notice(
         for seed in range(4):
             losses.append(_step(model, optimizer, seed))
             for name, value in _state(model).items():
-                is_averaged = _is_averaged(name)
+                is_averaged = name in _averaged()
                 expected[name] = expected[name].lerp(value, 0.1) if is_averaged else value
             if ema is not None:
                 ema.update()
