@@ -396,20 +396,14 @@ def read_options(
         parts = value if isinstance(value, list) else [value]
         if any(isinstance(part, int) and not -LARGEST <= part < LARGEST for part in parts):
             raise OptionError(f"--config {path}: {key} is a number that is far too large.")
-        if not all(isinstance(part, str | int | float | bool) for part in parts):
-            raise OptionError(
-                f"--config {path}: {key} is {_shown(value)}; give text, a number, true, false, or a list."
-            )
-        if key in flags and not isinstance(value, bool):
-            raise OptionError(f"--config {path}: {key} is {_shown(value)}; give true or false.")
-        if key not in flags and any(isinstance(part, bool) for part in parts):
-            raise OptionError(f"--config {path}: {key} is {_shown(value)}; give text or a number.")
+        kinds = {bool} if key in flags else {str, int, float}
+        wanted = "true or false" if key in flags else "text or a number"
         if key in lists:
             found[key] = parts
         elif isinstance(value, list):
-            raise OptionError(
-                f"--config {path}: {key} is {_shown(value)}; give one value, not a list."
-            )
+            wanted, parts = "one value, not a list", [None]
+        if not {type(part) for part in parts} <= kinds:
+            raise OptionError(f"--config {path}: {key} is {_shown(value)}; give {wanted}.")
     if path.name == "config.json":
         found |= _copies(path.parent, found)
     return found

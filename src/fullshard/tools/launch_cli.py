@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fullshard.tools.cli_options import takes
+from fullshard.tools.cli_options import refuse, takes
 from fullshard.tools.config import OptionError
-from fullshard.tools.exits import Exit
 from fullshard.tools.launchers.request import Request, plain, program_of
 from fullshard.tools.launchers.texts import TEMPLATES, text_for
 
@@ -54,10 +53,7 @@ def launch(
         ready = program_of(words, goes_on=_check_train(context, words))
         text = text_for(Request(kind, ready, tuple(sys.argv[2:]), **options))
     except OptionError as error:
-        for line in str(error).splitlines():
-            print(f"fullshard launch: {line}", file=sys.stderr)
-        print("Options: fullshard launch --help", file=sys.stderr)
-        raise typer.Exit(Exit.USAGE) from None
+        raise refuse("launch", error) from None
     print(text, end="")
     if kind == "k8s" and (where := _lost_with_its_pod(ready, options["volume"])):
         print(f"fullshard launch: {where}", file=sys.stderr)

@@ -83,7 +83,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-@takes(TrainConfig)
+@takes(TrainConfig, save_every=("out", "resume", "auto_resume"))
 def train(
     context: typer.Context,
     more_data: Annotated[
