@@ -176,7 +176,7 @@ class Results:
 
     rank: int
     links: tuple[Link, ...] = ()
-    knocks: tuple[Knock, ...] = ()
+    knocks: Sequence[Knock] = ()
     collectives: tuple[Collective, ...] = ()
     communications: tuple[Communication, ...] = ()
     open_files: int | None = None
