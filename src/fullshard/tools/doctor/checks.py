@@ -193,15 +193,19 @@ def _reached_hosts(exam: Examination, _: None) -> Iterator[Finding]:
 
 def _gloo(exam: Examination, _: None) -> Iterator[Finding]:
     failed = [link for link in _links(exam) if link.error]
-    first_turn = min((link.turn for link in failed), default=0)
-    for link in failed:
-        if link.turn == first_turn:  # later ones may have failed because of these
+    ended: set[int] = set()
+    for link in sorted(failed, key=lambda link: link.turn):
+        if not ended & {
+            link.first,
+            link.second,
+        }:  # else it may have failed because of an earlier one
             yield _problem(
                 f"no message got through: {link.error}",
                 "Look for a rank that ended, a firewall, or an interface that only one of them has "
                 "(GLOO_SOCKET_IFNAME).",
                 _pair(exam, link),
             )
+        ended |= {link.first, link.second}
     for each in exam.results:
         if error := each.errors.get("gloo"):
             yield _problem(

@@ -31,7 +31,7 @@ from fullshard.tools.doctor.together import (
     join,
     knock_at_hosts,
     measure_links,
-    plan_turns,
+    plan_pairs,
     reduce_over_nccl,
     try_fullshard,
 )
@@ -193,7 +193,7 @@ class _Rank:
             by_host.setdefault((each.host, each.boot_id), []).append(each.rank)
         hosts = list(by_host.values())
         scopes = hosts if len(hosts) == 1 else [*hosts, list(range(self._place.num_ranks))]
-        turns, leaders = plan_turns(hosts), [ranks[0] for ranks in hosts]
+        leaders = [ranks[0] for ranks in hosts]
         devices = dict.fromkeys([torch.device("cpu"), self._device])
         tried, limit = functools.partial(self._tried, meeting), self._timeout_s
         knock = functools.partial(knock_at_hosts, meeting, self._facts, leaders)
@@ -206,8 +206,9 @@ class _Rank:
             return False
         if not self._connect(meeting):
             return False
-        exchange = functools.partial(measure_links, self._place.rank, turns)
-        if not tried("links", "exchanging messages between ranks", limit + len(turns), exchange):
+        exchange = functools.partial(measure_links, self._place.rank, plan_pairs(hosts))
+        seconds = limit + 2 * self._place.num_ranks
+        if not tried("links", "exchanging messages between ranks", seconds, exchange):
             return False
         reduce = functools.partial(reduce_over_nccl, scopes, self._device, limit)
         if self._may_try_nccl() and not tried(
