@@ -225,7 +225,6 @@ def page_data(run: RunRecord) -> dict[str, Any]:
         "name": run.name,
         "facts": facts(run),
         "figures": [figure._asdict() for figure in figures(run)],
-        "how": HOW,
         "about": about(run),
         "options": options(run),
         "series": series(run),
