@@ -31,11 +31,6 @@ def refuse(command: str, problem: object) -> typer.Exit:
     return typer.Exit(Exit.USAGE)
 
 
-def option(help_text: str, *, panel: str) -> Any:
-    """Declare an option of a command's own, in an annotation."""
-    return typer.Option(help=help_text, rich_help_panel=panel)
-
-
 def flag(name: str, help_text: str, *, panel: str | None = None) -> Any:
     """Declare an option that takes no value: it has no --no- form, and its help names no type."""
     return typer.Option(name, help=help_text, rich_help_panel=panel, metavar="")

@@ -289,8 +289,13 @@ class TrainConfig:
         Raises OptionError for a change that would make it another run, naming every option with
         both values.
         """
+        fields = dataclasses.fields(self)
         differing = {k: v for k, v in changes.items() if getattr(self, k) != v}
-        fixed = _describe_changes(self, differing, differing.keys() - _may_change())
+        may_change = {field.name for field in fields if field.metadata.get("may_change")}
+        fixed = ", ".join(
+            f"{_flag(name)} {differing[name]} (the run has {getattr(self, name)})"
+            for name in sorted(differing.keys() - may_change)
+        )
         if fixed:
             raise OptionError(
                 f"--resume: this run was started with other options: {fixed}. Leave them out to "
@@ -344,21 +349,8 @@ def is_path(model: str) -> bool:
         return False
 
 
-def _may_change() -> set[str]:
-    return {
-        field.name for field in dataclasses.fields(TrainConfig) if field.metadata.get("may_change")
-    }
-
-
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _describe_changes(config: TrainConfig, changes: dict[str, Any], names: Collection[str]) -> str:
-    return ", ".join(
-        f"{_flag(name)} {changes[name]} (the run has {getattr(config, name)})"
-        for name in sorted(names)
-    )
 
 
 def read_options(
