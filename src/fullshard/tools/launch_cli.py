@@ -9,8 +9,7 @@ import typer
 
 from fullshard.tools.cli_options import refuse, takes
 from fullshard.tools.config import OptionError
-from fullshard.tools.launchers.request import Request, plain, program_of
-from fullshard.tools.launchers.texts import TEMPLATES, text_for
+from fullshard.tools.launchers.texts import TEMPLATES, Request, plain, program_of, text_for
 
 LAUNCH_EXAMPLES = """
 Examples, each for a file that is then submitted:
