@@ -339,7 +339,7 @@ _MOST_LINES = {
     "peers": 3005,
     "plan": 1540,
     "state": 3270,
-    "tools": 13040,
+    "tools": 13025,
     "top": 2085,
     "watch": 1440,
 }

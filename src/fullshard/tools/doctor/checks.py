@@ -352,8 +352,8 @@ def _communication(exam: Examination, tried: Communication) -> Iterator[Finding]
 
 
 def _versions(exam: Examination, _: None) -> Iterator[Finding]:
-    compared = _by_name(exam, lambda each: each.versions, "none")
-    compared = {**compared, "fullshard": {each.rank: each.fullshard for each in exam.arrivals}}
+    of_all = {"fullshard": {each.rank: each.fullshard for each in exam.arrivals}}
+    compared = of_all | _by_name(exam, lambda each: each.versions, "none") | of_all
     differing = _differing(compared)
     for name, values in differing.items():
         measured = f"{name} differs: {_by_value(exam, values)}"
