@@ -331,7 +331,7 @@ _MOST_LINES = {
     "faces": 1340,
     "fsdp1": 2360,
     "fsdp2": 1010,
-    "launching": 667,
+    "launching": 655,
     "live": 910,
     "migrate": 996,
     "models": 1248,
@@ -339,7 +339,7 @@ _MOST_LINES = {
     "peers": 3005,
     "plan": 1540,
     "state": 3270,
-    "tools": 13425,
+    "tools": 13025,
     "top": 2085,
     "watch": 1440,
 }

@@ -90,16 +90,17 @@ def test_it_needs_the_folder_alone(monkeypatch: pytest.MonkeyPatch, options: lis
 def test_ranks_that_see_different_checkpoints_do_not_begin(
     folder: RunFolder, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gather(into: list[int], own: int) -> None:
-        into[:] = [own, 40]  # as if the other rank's host saw another one
+    def gather(into: list[tuple[str, int]], own: tuple[str, int]) -> None:
+        into[:] = [own, (own[0], 40)]  # as if the other rank's host saw another one
 
     _save(folder, 20)
     trainer = object.__new__(train.Trainer)
-    trainer.folder = folder
+    job = restarted_job({}, folder.path, {})
+    trainer.folder, trainer.text = folder, job.text
     monkeypatch.setattr(train.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(train.dist, "all_gather_object", gather)
     with pytest.raises(train.TrainingError, match="rank 1 would begin after step 40, rank 0 after"):
-        trainer._check_same_start(restarted_job({}, folder.path, {}))
+        trainer._check_alike(job)
 
 
 @pytest.mark.long  # three runs of two ranks; what they decide is tested above

@@ -21,8 +21,7 @@ from typer.testing import CliRunner
 from fullshard.tools import cli
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
-from fullshard.tools.launchers.request import Request, plain, program_of
-from fullshard.tools.launchers.texts import text_for
+from fullshard.tools.launchers.texts import Request, plain, program_of, text_for
 from tests.tools.processes import TINY, Run, environment, kill, losses
 
 ROOT = Path(__file__).parents[2]

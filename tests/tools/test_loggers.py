@@ -15,8 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.tools.config import OptionError, TrainConfig
-from fullshard.tools.loggers import RunInfo, RunLogger
-from fullshard.tools.loggers.choosing import Loggers, check_loggers, make_loggers
+from fullshard.tools.loggers import (
+    Loggers,
+    RunInfo,
+    RunLogger,
+    check_loggers,
+    make_loggers,
+)
 from fullshard.tools.text.cache import CorpusError
 from tests.examples.test_examples import PYTHON
 from tests.fresh import Ended, in_warm_forks

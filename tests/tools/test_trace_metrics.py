@@ -144,7 +144,7 @@ def test_work_grows_with_the_spans_and_not_with_units_or_steps_as_well(figure: s
 
 def test_the_peak_is_the_largest_sum() -> None:
     (peak,) = trace_metrics.peaks([hand_made()])
-    assert (peak.offset_ns, peak.nbytes, peak.total_nbytes, peak.step) == (350, (10, 30), 40, 5)
+    assert (peak.offset_ns, peak.nbytes, peak.total, peak.step) == (350, (10, 30), 40, 5)
 
 
 def test_what_was_in_use_before_a_step_counts_from_its_start() -> None:

@@ -76,13 +76,8 @@ def launch(
             f"launch({what}) cannot send what it was given: {error}"
         ) from error.__cause__
     uses_gpus = backend != "gloo" and num_gpus() >= ranks
-    task = Task(
-        rank=0,
-        ranks=ranks,
-        backend=backend or ("cpu:gloo,cuda:nccl" if uses_gpus else "gloo"),
-        uses_gpu=uses_gpus,
-        what=what,
-    )
+    backend = backend or ("cpu:gloo,cuda:nccl" if uses_gpus else "gloo")
+    task = Task(backend, uses_gpus, what)
     return [unpack(result.value) for result in _run(task, packed, Meeting(ranks, threads))]
 
 
@@ -113,11 +108,11 @@ def _run(task: Task, packed: bytes, meeting: Meeting) -> list[Returned]:
     processes: list[FunctionProcess] = []
     endings: dict[int, _Ending] = {}
     try:
-        for rank in range(task.ranks):
+        for rank in range(meeting.ranks):
             environment = meeting.environment(rank)
             processes.append(FunctionProcess(rank, environment))
         for process in processes:
-            process.tell(task._replace(rank=process.rank), packed)
+            process.tell(task, packed)
         _follow(processes, endings)
     finally:
         try:

@@ -26,14 +26,12 @@ from fullshard.local_ranks import LAUNCHER_PID, die_with_launcher
 
 
 class Task(NamedTuple):
-    """Where a rank stands among the ranks, and how it joins them.
+    """How each rank joins the others; its environment says where it stands among them.
 
     backend: as `init_process_group` takes it. uses_gpu: whether it has one for itself. what: the
     function's name, for messages.
     """
 
-    rank: int
-    ranks: int
     backend: str
     uses_gpu: bool
     what: str
@@ -94,15 +92,16 @@ def _received(packed: bytes) -> tuple[Callable[..., object], tuple[object, ...]]
 
 
 def _join(task: Task) -> None:
+    rank, ranks, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     device = None
     if task.uses_gpu:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         assert accelerator is not None
-        torch.accelerator.set_device_index(task.rank)
-        device = torch.device(accelerator.type, task.rank)
-    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+        torch.accelerator.set_device_index(rank)
+        device = torch.device(accelerator.type, rank)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(
-        task.backend, store=store, rank=task.rank, world_size=task.ranks, device_id=device
+        task.backend, store=store, rank=rank, world_size=ranks, device_id=device
     )
 
 

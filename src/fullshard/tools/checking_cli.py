@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fullshard.tools.cli_options import flag, takes
+from fullshard.tools.config import OptionError
 from fullshard.tools.verify.options import VerifyOptions
 
 VERIFY_EXAMPLES = """
@@ -98,6 +99,16 @@ def replay(
 
     Inputs of the step are unpickled: replay only what you have recorded, or trust.
     """
-    from fullshard.tools import commands
+    import fullshard
+    from fullshard.errors import MisuseError
+    from fullshard.tools.user_model import look_at_model
 
-    raise typer.Exit(commands.replay(folder, target, os.environ, rank=rank, as_json=as_json))
+    code = look_at_model(
+        "replay",
+        target,
+        os.environ,
+        lambda model: fullshard.replay(folder, model, rank=rank),
+        unusable=(OptionError, MisuseError),  # a rank that was not recorded
+        as_json=as_json,
+    )
+    raise typer.Exit(code)

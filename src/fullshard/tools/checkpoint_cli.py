@@ -21,11 +21,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
 import fullshard
 from fullshard.errors import CheckpointError, DamagedCheckpointError
-from fullshard.tools.cli_options import flag
+from fullshard.tools.cli_options import flag, refuse
 from fullshard.tools.exits import Exit
 from fullshard.tools.json_text import json_text
 from fullshard.tools.progress import Copying, as_it_is, printable
@@ -118,7 +119,7 @@ def verify(path: _Path, as_json: _Json = False) -> None:
                 verdict = "all can be read; this form has no checksums to compare it with"
             if found.faults:
                 verdict = f"{len(found.faults)} damaged"
-            print(f"{found.path}: {_size(found.nbytes)} read, {verdict}")
+            print(f"{found.path}: {decimal(found.nbytes)} read, {verdict}")
         if found.faults:
             raise typer.Exit(Exit.DAMAGED)
 
@@ -147,7 +148,7 @@ def diff(
     """List what two checkpoints differ in, however they are divided: tensors bit for bit, and values."""
     unknown = [section for section in only or () if section not in _SECTIONS]
     if unknown:
-        raise _refused("diff", f"--only {unknown[0]}: is none of {', '.join(_SECTIONS)}.")
+        raise refuse("ckpt diff", f"--only {unknown[0]}: is none of {', '.join(_SECTIONS)}.")
     with _failures("diff", as_json=as_json):
         with Copying("comparing") as bar:
             found = fullshard.diff_checkpoints(
@@ -174,7 +175,8 @@ def reshard(
 ) -> None:
     """Write a checkpoint as so many ranks would have. Any number of ranks loads any checkpoint: this is
     for one file instead of many, or for reads that do not meet."""
-    _convert("reshard", path, target, ranks, weights_only, overwrite, as_json=as_json)
+    how = {"ranks": ranks, "weights_only": weights_only, "overwrite": overwrite}
+    _convert("reshard", path, target, how, as_json=as_json)
 
 
 @app.command(
@@ -209,9 +211,9 @@ def export(
     from fullshard.tools.weights import DTYPES  # torch, as the work itself
 
     if to is Form.DCP and (config or dtype or key):
-        raise _refused("export", "--config, --dtype and --key are for --to hf.")
+        raise refuse("ckpt export", "--config, --dtype and --key are for --to hf.")
     if dtype is not None and dtype not in DTYPES:
-        raise _refused("export", f"--dtype {dtype}: is none of {', '.join(DTYPES)}.")
+        raise refuse("ckpt export", f"--dtype {dtype}: is none of {', '.join(DTYPES)}.")
     with _failures("export", as_json=as_json), Copying("writing") as bar:
         if to is Form.HF:
             weights = fullshard.export_hf(
@@ -254,7 +256,8 @@ def import_(
 ) -> None:
     """Write what others have saved as a checkpoint with checksums. load_checkpoint takes them as they are,
     too."""
-    _convert("import", path, target, ranks, weights_only, overwrite, as_json=as_json)
+    how = {"ranks": ranks, "weights_only": weights_only, "overwrite": overwrite}
+    _convert("import", path, target, how, as_json=as_json)
 
 
 @app.command(
@@ -293,35 +296,12 @@ def prune(
             print("nothing to remove")
 
 
-def _convert(
-    command: str,
-    path: str,
-    target: str,
-    ranks: int,
-    weights_only: bool,
-    overwrite: bool,
-    *,
-    as_json: bool,
-) -> None:
+def _convert(command: str, path: str, target: str, how: dict[str, Any], *, as_json: bool) -> None:
     """Write a checkpoint of our form from any."""
     with _failures(command, as_json=as_json), Copying("writing") as bar:
-        saved = fullshard.convert_checkpoint(
-            path,
-            target,
-            ranks=ranks,
-            weights_only=weights_only,
-            overwrite=overwrite,
-            progress=bar.update,
-        )
+        saved = fullshard.convert_checkpoint(path, target, progress=bar.update, **how)
     written = {"path": str(saved.path), "nbytes": saved.nbytes, "step": saved.step}
     _print_written(written, as_json=as_json)
-
-
-def _refused(command: str, text: str) -> typer.Exit:
-    """Say what is wrong with the options."""
-    print(f"fullshard ckpt {command}: {text}", file=sys.stderr)
-    print(f"Options: fullshard ckpt {command} --help", file=sys.stderr)
-    return typer.Exit(Exit.USAGE)
 
 
 @contextlib.contextmanager
@@ -342,7 +322,7 @@ def _print_written(fields: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json_text(fields))
     else:
-        print(f"{fields['path']}: {_size(fields['nbytes'])} written")
+        print(f"{fields['path']}: {decimal(fields['nbytes'])} written")
 
 
 def _show_summary(summary: "fullshard.CheckpointSummary", *, tensors: bool) -> None:
@@ -357,7 +337,7 @@ def _show_summary(summary: "fullshard.CheckpointSummary", *, tensors: bool) -> N
     for section, found in summary.sections().items():
         dtypes = sorted({each.dtype for each in found})
         numel = sum(math.prod(each.shape) for each in found)
-        size = _size(sum(each.nbytes for each in found))
+        size = decimal(sum(each.nbytes for each in found))
         table.add_row(as_it_is(section), str(len(found)), f"{numel:,}", size, ", ".join(dtypes))
     console.print(table)
     for section, own in summary.optimizers.items():
@@ -370,7 +350,7 @@ def _show_summary(summary: "fullshard.CheckpointSummary", *, tensors: bool) -> N
     if summary.extra:
         console.print(f"extra: {', '.join(map(as_it_is, summary.extra))}", soft_wrap=True)
     if summary.file_nbytes:
-        total = _size(sum(summary.file_nbytes.values()))
+        total = decimal(sum(summary.file_nbytes.values()))
         console.print(f"{len(summary.file_nbytes)} files, {total}")
     for name, each in summary.tensors.items() if tensors else ():
         line = f"{name}  {list(each.shape)}  {each.dtype}  {each.placement}"
@@ -384,12 +364,3 @@ def _shown(each: "fullshard.CheckpointDifference") -> str:
         first, second = (text[:_MOST_SHOWN] for text in (each.first, each.second))
         return f"{each.name}: {each.kind}: {first} and {second}"
     return f"{each.name}: {each.kind}"
-
-
-def _size(nbytes: int) -> str:
-    size = float(nbytes)
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

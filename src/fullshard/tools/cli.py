@@ -1,7 +1,6 @@
 """The `fullshard` command: its commands. Of the tools, what can be typed alone reads the environment.
 
-What a command does is in `tools/commands.py`, which is imported when it runs: torch takes seconds,
-and `--help` has no use for it.
+What a command needs is imported when it runs: torch takes seconds, and `--help` has no use for it.
 
 fullshard train                     start this machine's ranks and train
 torchrun ... -m fullshard train     be one of the ranks that torchrun started
@@ -18,6 +17,7 @@ fullshard export RUN --hf DIR       write a run's weights as a folder that Trans
 """
 
 import errno
+import gc
 import os
 import sys
 import warnings
@@ -26,10 +26,13 @@ from typing import Annotated
 
 import typer
 
+from fullshard.errors import CheckpointError
 from fullshard.tools.checking_cli import REPLAY_EXAMPLES, VERIFY_EXAMPLES, replay, verify
 from fullshard.tools.checkpoint_cli import app as checkpoint_app
-from fullshard.tools.cli_options import flag
+from fullshard.tools.cli_options import flag, refuse
+from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
+from fullshard.tools.json_text import json_text
 from fullshard.tools.launch_cli import LAUNCH_EXAMPLES, launch
 from fullshard.tools.train_cli import TRAIN_EXAMPLES, TrainCommand, train
 from fullshard.versions import installed
@@ -141,10 +144,38 @@ def doctor(
     Versions, packages, devices, limits, environment; whether ranks reach each other over Gloo, NCCL
     and shared memory, and how fast; clocks of hosts. It starts ranks and ends them; it changes nothing.
     """
-    from fullshard.tools import commands
+    from fullshard.local_ranks import threads_for
+    from fullshard.tools.doctor.rank import report_without_ranks, run_rank
+    from fullshard.tools.job import default_local_ranks
+    from fullshard.tools.launch import Place, launch, place_in
 
-    code = commands.doctor(ranks, os.environ, sys.argv[2:], timeout_s=timeout, as_json=as_json)
-    raise typer.Exit(code)
+    place = None
+    try:
+        place = place_in(os.environ)
+        if place is not None and ranks not in (None, place.num_ranks):
+            raise OptionError(
+                f"--ranks {ranks}: {place.started_by} has started {place.num_ranks} ranks. Leave --ranks out."
+            )
+    except OptionError as error:
+        if place is None or place.local_rank == 0:
+            refuse("doctor", error)
+        raise typer.Exit(Exit.USAGE) from None
+    if place is not None:
+        raise typer.Exit(run_rank(place, os.environ, timeout_s=timeout, as_json=as_json))
+    ranks = ranks or default_local_ranks()
+    print(f"starting {ranks} rank{'s' if ranks > 1 else ''} ...", file=sys.stderr)
+    threads = threads_for(ranks, os.environ)
+    try:
+        ending = launch(["doctor", *sys.argv[2:]], ranks=ranks, threads=threads)
+    except (OSError, RuntimeError) as error:  # too few files or processes, or too little memory
+        reason = str(error)
+    else:
+        if ending.message:
+            print(f"fullshard doctor: {ending.message}", file=sys.stderr)
+        raise typer.Exit(ending.code)
+    gc.collect()  # closes what the launcher had open when it failed
+    place = Place(0, ranks, 0, ranks, "127.0.0.1", 0, None)
+    raise typer.Exit(report_without_ranks(reason, place, os.environ, as_json=as_json))
 
 
 app.command(epilog=VERIFY_EXAMPLES)(verify)
@@ -171,9 +202,12 @@ def migrate_report(
     """
     # The report says it itself, once.
     warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
-    from fullshard.tools import commands
+    import fullshard
+    from fullshard.tools.user_model import look_at_model
 
-    raise typer.Exit(commands.migrate_report(target, os.environ, as_json=as_json))
+    look = fullshard.migrate_report
+    code = look_at_model("migrate-report", target, os.environ, look, as_json=as_json)
+    raise typer.Exit(code)
 
 
 @app.command(epilog=_REPORT_EXAMPLES)
@@ -200,9 +234,20 @@ def report(
     trace.json beside it holds the same timelines for chrome://tracing and Perfetto. Of several runs it
     compares figures, losses and options.
     """
-    from fullshard.tools import commands
+    from fullshard.plan.trace import TraceError
+    from fullshard.tools.report import compare, metrics_of, write_comparison, write_report
 
-    raise typer.Exit(commands.report(runs, out, as_json=as_json))
+    try:
+        if as_json:
+            found = compare(runs) if len(runs) > 1 else metrics_of(runs[0])
+            print(json_text(found, indent=2))
+        elif len(runs) > 1:
+            print(write_comparison(runs, out or Path("comparison.html")))
+        else:
+            for path in filter(None, write_report(runs[0], out)):
+                print(path)
+    except (OptionError, TraceError) as error:
+        raise refuse("report", error) from None
 
 
 @app.command(epilog=_EXPORT_EXAMPLES)
@@ -224,12 +269,33 @@ def export(
 
     Reads the checkpoint's files, piece by piece: no ranks are started, and no model is built.
     """
-    from fullshard.tools import commands
+    from fullshard.tools.progress import Copying
+    from fullshard.tools.text.tokenizer import FILE as TOKENIZER
+    from fullshard.tools.weights import export_run
 
-    code = commands.export(
-        run, hf, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite, as_json=as_json
-    )
-    raise typer.Exit(code)
+    try:
+        with Copying("exporting") as bar:
+            checkpoint, exported = export_run(
+                run,
+                hf,
+                dtype=dtype,
+                max_shard_size=max_shard_size,
+                overwrite=overwrite,
+                progress=bar.update,
+            )
+    except OptionError as error:
+        raise refuse("export", error) from None
+    except CheckpointError as error:
+        print(f"fullshard export: {error}", file=sys.stderr)
+        raise typer.Exit(Exit.FAILED) from None
+    if as_json:
+        fields = {"checkpoint": str(checkpoint), "out": str(exported.path)}
+        numbers = {"nbytes": exported.nbytes, "num_tensors": exported.num_tensors}
+        print(json_text({**fields, "files": exported.files, **numbers}))
+    else:
+        has_tokenizer = (hf / TOKENIZER).is_file()
+        beside = "with its tokenizer" if has_tokenizer else "no tokenizer, as tokens are bytes"
+        print(f"{exported.path}: {exported.num_tensors} tensors of {checkpoint}; {beside}")
 
 
 def main() -> None:

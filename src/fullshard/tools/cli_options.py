@@ -10,19 +10,25 @@ def command(context: typer.Context, **options: Any) -> None: ...
 
 import dataclasses
 import inspect
+import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
+
+from fullshard.tools.exits import Exit
 
 _INFO, _UNTYPED = "typer", "untyped"
 _SAME = object()
 
 
-def option(help_text: str, *, panel: str) -> Any:
-    """Declare an option of a command's own, in an annotation."""
-    return typer.Option(help=help_text, rich_help_panel=panel)
+def refuse(command: str, problem: object) -> typer.Exit:
+    """Say on standard error why options cannot work, and return what to raise."""
+    for line in str(problem).splitlines():
+        print(f"fullshard {command}: {line}", file=sys.stderr)
+    print(f"Options: fullshard {command} --help", file=sys.stderr)
+    return typer.Exit(Exit.USAGE)
 
 
 def flag(name: str, help_text: str, *, panel: str | None = None) -> Any:
@@ -49,14 +55,28 @@ def option_field(
     return dataclasses.field(default=default, metadata={_INFO: info, _UNTYPED: untyped, **facts})
 
 
-def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of a dataclass, before its own; it receives all of them as keywords."""
+def takes(
+    options: type, **before: Sequence[str]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of a dataclass, before its own; it receives all of them as keywords.
+
+    before: those of its own that stand before one of the dataclass, by the name of that.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        *own, _ = inspect.signature(command).parameters.values()
-        arguments = [each for each in own if each.kind is each.POSITIONAL_OR_KEYWORD]
-        parameters = [*arguments, *_parameters_of(options), *own[len(arguments) :]]
-        keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+        signature = inspect.signature(command).parameters.values()
+        own = {each.name: each for each in signature if each.kind is not each.VAR_KEYWORD}
+        arguments = [
+            name for name in own if own[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        ]
+        parameters = [own.pop(name) for name in arguments]
+        for each in _parameters_of(options):
+            parameters += [own.pop(name) for name in before.get(each.name, ())]
+            parameters.append(each)
+        keywords = [
+            each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for each in (*parameters, *own.values())
+        ]
         command.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
         return command
 

@@ -289,8 +289,13 @@ class TrainConfig:
         Raises OptionError for a change that would make it another run, naming every option with
         both values.
         """
+        fields = dataclasses.fields(self)
         differing = {k: v for k, v in changes.items() if getattr(self, k) != v}
-        fixed = _describe_changes(self, differing, differing.keys() - _may_change())
+        may_change = {field.name for field in fields if field.metadata.get("may_change")}
+        fixed = ", ".join(
+            f"{_flag(name)} {differing[name]} (the run has {getattr(self, name)})"
+            for name in sorted(differing.keys() - may_change)
+        )
         if fixed:
             raise OptionError(
                 f"--resume: this run was started with other options: {fixed}. Leave them out to "
@@ -344,21 +349,8 @@ def is_path(model: str) -> bool:
         return False
 
 
-def _may_change() -> set[str]:
-    return {
-        field.name for field in dataclasses.fields(TrainConfig) if field.metadata.get("may_change")
-    }
-
-
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _describe_changes(config: TrainConfig, changes: dict[str, Any], names: Collection[str]) -> str:
-    return ", ".join(
-        f"{_flag(name)} {changes[name]} (the run has {getattr(config, name)})"
-        for name in sorted(names)
-    )
 
 
 def read_options(
@@ -396,20 +388,14 @@ def read_options(
         parts = value if isinstance(value, list) else [value]
         if any(isinstance(part, int) and not -LARGEST <= part < LARGEST for part in parts):
             raise OptionError(f"--config {path}: {key} is a number that is far too large.")
-        if not all(isinstance(part, str | int | float | bool) for part in parts):
-            raise OptionError(
-                f"--config {path}: {key} is {_shown(value)}; give text, a number, true, false, or a list."
-            )
-        if key in flags and not isinstance(value, bool):
-            raise OptionError(f"--config {path}: {key} is {_shown(value)}; give true or false.")
-        if key not in flags and any(isinstance(part, bool) for part in parts):
-            raise OptionError(f"--config {path}: {key} is {_shown(value)}; give text or a number.")
+        kinds = {bool} if key in flags else {str, int, float}
+        wanted = "true or false" if key in flags else "text or a number"
         if key in lists:
             found[key] = parts
         elif isinstance(value, list):
-            raise OptionError(
-                f"--config {path}: {key} is {_shown(value)}; give one value, not a list."
-            )
+            wanted, parts = "one value, not a list", [None]
+        if not {type(part) for part in parts} <= kinds:
+            raise OptionError(f"--config {path}: {key} is {_shown(value)}; give {wanted}.")
     if path.name == "config.json":
         found |= _copies(path.parent, found)
     return found

@@ -5,9 +5,8 @@ what the launcher would have refused, and before it joins the others.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -28,54 +27,45 @@ from fullshard.tools.config import (
     as_size_or_path,
     with_defaults,
 )
-from fullshard.tools.loggers.choosing import check_loggers
+from fullshard.tools.loggers import check_loggers
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.text.corpus import NUM_BYTES
-from fullshard.tools.text.interface import Text
-from fullshard.tools.text.opening import open_text
+from fullshard.tools.text.opening import Text, open_text
 from fullshard.tools.text.tokenizer import Tokenizer, open_tokenizer
-from fullshard.tools.weights import blueprint_of, check_initial_weights, is_run, what_it_is
+from fullshard.tools.weights import (
+    blueprint_of,
+    check_initial_weights,
+    is_run,
+    model_config,
+    what_it_is,
+)
 
 _DEFAULT_CPU_RANKS = 2
 
 
-class ModelChoice(NamedTuple):
-    """What a run's model is built from. fields: of the config.json that --model names, if it does."""
-
-    blueprint: Blueprint
-    fields: Mapping[str, Any] | None
-
-
 def choose_model(
     config: TrainConfig, tokenizer: Tokenizer | None, *, vocab_size: int | None
-) -> tuple[TrainConfig, ModelChoice]:
+) -> tuple[TrainConfig, Blueprint]:
     """Return the model of a run that is to begin, and its options with the size of its vocabulary.
 
     vocab_size: what was typed. Raises OptionError for a model that cannot be trained, does not fit the text's
     tokens and sequences, or is not that of --init-from.
     """
+    model: Blueprint
     try:
-        fields = None if config.model in SIZES else read_model_config(Path(config.model))
-        if fields is None:
+        if config.model in SIZES:
             size = _vocab_size(vocab_size, tokenizer)
+            config = dataclasses.replace(config, vocab_size=size)
+            model = model_config(config)
         else:
-            size = _vocab_size_of(ConfiguredBlueprint(fields), config, vocab_size, tokenizer)
-        config = dataclasses.replace(config, vocab_size=size)
-        choice = ModelChoice(blueprint_of(config, fields), fields)
+            model = ConfiguredBlueprint(read_model_config(Path(config.model)))
+            size = _vocab_size_of(model, config, vocab_size, tokenizer)
+            config = dataclasses.replace(config, vocab_size=size)
         if config.init_from:
-            check_initial_weights(config, choice.blueprint)
+            check_initial_weights(config, model)
     except ModelConfigError as error:
         raise OptionError(f"--model {config.model}: {error}") from error
-    return config, choice
-
-
-def model_of_run(config: TrainConfig, folder: RunFolder) -> ModelChoice:
-    """Return the model of a run that goes on; raises OptionError if what it has kept cannot be read."""
-    try:
-        fields = folder.read_model_fields()
-    except ModelConfigError as error:
-        raise OptionError(f"--resume {folder.path}: {error}") from error
-    return ModelChoice(blueprint_of(config, fields), fields)
+    return config, model
 
 
 def _vocab_size(wanted: int | None, tokenizer: Tokenizer | None) -> int:
@@ -131,7 +121,7 @@ class Job:
     config: TrainConfig
     folder: RunFolder
     text: Text
-    model: ModelChoice
+    model: Blueprint
     tokenizer: Tokenizer | None = None
     checkpoint: "fullshard.Checkpoint | None" = None
 
@@ -218,7 +208,11 @@ def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CA
             f"(now {text.size} in {len(text.paths)} files). Restore it; without "
             "--data, resume with the Python that started the run."
         )
-    return Job(config, folder, text, model_of_run(config, folder), tokenizer, checkpoint)
+    try:
+        model = blueprint_of(config, folder)
+    except ModelConfigError as error:
+        raise OptionError(f"--resume {path}: {error}") from error
+    return Job(config, folder, text, model, tokenizer, checkpoint)
 
 
 def restarted_job(

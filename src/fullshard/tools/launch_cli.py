@@ -7,11 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from fullshard.tools.cli_options import takes
+from fullshard.tools.cli_options import refuse, takes
 from fullshard.tools.config import OptionError
-from fullshard.tools.exits import Exit
-from fullshard.tools.launchers.request import Request, plain, program_of
-from fullshard.tools.launchers.texts import TEMPLATES, text_for
+from fullshard.tools.launchers.texts import TEMPLATES, Request, plain, program_of, text_for
 
 LAUNCH_EXAMPLES = """
 Examples, each for a file that is then submitted:
@@ -54,10 +52,7 @@ def launch(
         ready = program_of(words, goes_on=_check_train(context, words))
         text = text_for(Request(kind, ready, tuple(sys.argv[2:]), **options))
     except OptionError as error:
-        for line in str(error).splitlines():
-            print(f"fullshard launch: {line}", file=sys.stderr)
-        print("Options: fullshard launch --help", file=sys.stderr)
-        raise typer.Exit(Exit.USAGE) from None
+        raise refuse("launch", error) from None
     print(text, end="")
     if kind == "k8s" and (where := _lost_with_its_pod(ready, options["volume"])):
         print(f"fullshard launch: {where}", file=sys.stderr)

@@ -21,64 +21,39 @@ def chrome_trace(traces: Sequence[RankTrace]) -> dict[str, Any]:
 
 
 def _events(trace: RankTrace) -> Iterator[dict[str, Any]]:
-    rank = trace.rank
-    yield _name("process_name", rank, 0, f"rank {rank} ({trace.device})")
-    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
-    yield _name("thread_name", rank, _COMPUTE, "compute")
-    yield _name("thread_name", rank, _EXPOSED, "exposed communication")
+    def event(kind: str, name: str, lane: int, **more: Any) -> dict[str, Any]:
+        return {"ph": kind, "name": name, "pid": trace.rank, "tid": lane, **more}
+
+    def lane_name(lane: int, name: str) -> dict[str, Any]:
+        return event("M", "thread_name", lane, args={"name": name})
+
+    def span(name: str, lane: int, start: int, end: int, **more: Any) -> dict[str, Any]:
+        return event("X", name, lane, ts=start / 1e3, dur=(end - start) / 1e3, **more)
+
+    def of_unit(found: Segment | Transfer, lane: int, **args: int) -> dict[str, Any]:
+        kind, unit = found.kind.value, trace.unit_name(found.unit)
+        name, args_too = f"{kind} {unit}".rstrip(), {"unit": unit, **args}
+        return span(name, lane, found.start, found.end, cat=kind, args=args_too)
+
+    process = f"rank {trace.rank} ({trace.device})"
+    yield event("M", "process_name", _COMPUTE, args={"name": process})
+    yield event("M", "process_sort_index", _COMPUTE, args={"sort_index": trace.rank})
+    yield lane_name(_COMPUTE, "compute")
+    yield lane_name(_EXPOSED, "exposed communication")
     for segment in trace.timeline:
-        lane = _EXPOSED if segment.kind.is_communication else _COMPUTE
-        yield _complete(trace, segment, lane)
+        yield of_unit(segment, _EXPOSED if segment.kind.is_communication else _COMPUTE)
     for kind, first in _LANES.items():
         moved = rows([transfer for transfer in trace.transfers if transfer.kind is kind])
-        for number, row in enumerate(moved):
-            yield _name("thread_name", rank, first + number, f"{kind.value} in flight")
+        for lane, row in enumerate(moved, start=first):
+            yield lane_name(lane, f"{kind.value} in flight")
             for transfer in row:
-                yield _complete(trace, transfer, first + number, nbytes=transfer.nbytes)
+                yield of_unit(transfer, lane, nbytes=transfer.nbytes)
     if trace.pauses:
-        yield _name("thread_name", rank, _COLLECTOR, "garbage collector")
+        yield lane_name(_COLLECTOR, "garbage collector")
     for pause in trace.pauses:
-        yield {
-            "ph": "X",
-            "name": "garbage collector",
-            "pid": rank,
-            "tid": _COLLECTOR,
-            "ts": pause.start / 1e3,
-            "dur": (pause.end - pause.start) / 1e3,
-        }
+        yield span("garbage collector", _COLLECTOR, pause.start, pause.end)
     for step in trace.steps:
-        yield {
-            "ph": "i",
-            "name": f"step {step.number}",
-            "pid": rank,
-            "tid": _COMPUTE,
-            "ts": step.start / 1e3,
-            "s": "p",
-        }
+        yield event("i", f"step {step.number}", _COMPUTE, ts=step.start / 1e3, s="p")
     for sample in trace.samples:
-        yield {
-            "ph": "C",
-            "name": "memory",
-            "pid": rank,
-            "tid": _COMPUTE,
-            "ts": sample.time / 1e3,
-            "args": dict(zip(trace.categories, sample.nbytes, strict=True)),
-        }
-
-
-def _complete(trace: RankTrace, span: Segment | Transfer, lane: int, **args: int) -> dict[str, Any]:
-    unit = trace.unit_name(span.unit)
-    return {
-        "ph": "X",
-        "name": f"{span.kind.value} {unit}".rstrip(),
-        "cat": span.kind.value,
-        "pid": trace.rank,
-        "tid": lane,
-        "ts": span.start / 1e3,
-        "dur": (span.end - span.start) / 1e3,
-        "args": {"unit": unit, **args},
-    }
-
-
-def _name(what: str, rank: int, lane: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": lane, "args": {"name": name}}
+        held = dict(zip(trace.categories, sample.nbytes, strict=True))
+        yield event("C", "memory", _COMPUTE, ts=sample.time / 1e3, args=held)

@@ -7,8 +7,7 @@ import contextlib
 import sys
 import time
 from collections import deque
-from types import TracebackType
-from typing import IO, Protocol, cast
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -28,32 +27,23 @@ _PLAIN_INTERVAL_S = 2.0
 _COPYING_AFTER_S = 2.0
 
 
-class Reporter(Protocol):
-    """Where the training loop reports to. `step` is given after each step, `note` in between."""
-
-    def note(self, text: str) -> None: ...
-    def begin(self, *, total: int, done: int) -> None: ...
-    def step(self, done: int, figures: dict[str, str]) -> None: ...
-    def end(self) -> None: ...
-
-
-class Silent:
-    """The reporter of every rank but 0."""
+class Reporter:
+    """Where the training loop reports to; this one, of every rank but 0, says nothing."""
 
     def note(self, text: str) -> None:
-        pass
+        """Say something between steps."""
 
     def begin(self, *, total: int, done: int) -> None:
-        pass
+        """Begin to count steps."""
 
     def step(self, done: int, figures: dict[str, str]) -> None:
-        pass
+        """Say what came out of a step."""
 
     def end(self) -> None:
-        pass
+        """Leave the terminal as it was."""
 
 
-class Plain:
+class Plain(Reporter):
     """Lines for a log: each note, and a step at most every two seconds."""
 
     def __init__(self, console: Console) -> None:
@@ -78,11 +68,8 @@ class Plain:
         values = "  ".join(f"{name} {value}" for name, value in figures.items())
         self.note(f"step {done}/{self._total}  {values}  {_clock(left)} left")
 
-    def end(self) -> None:
-        pass
 
-
-class Live:
+class Live(Reporter):
     """A bar with the latest figures, and a spinner that turns while nothing else changes."""
 
     def __init__(self, console: Console) -> None:
@@ -129,7 +116,9 @@ class _StandardError:
 
     def __init__(self) -> None:
         self._stream = sys.stderr  # kept: a live bar puts itself in its place
-        self.encoding = self._stream.encoding
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
@@ -140,35 +129,20 @@ class _StandardError:
         with contextlib.suppress(OSError):
             self._stream.flush()
 
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
 
 class Reporting:
     """Give the right reporter for a rank, and restore the terminal on every way out."""
 
     def __init__(self, *, rank: int) -> None:
         console = Console(file=cast(IO[str], _StandardError()), emoji=False)
-        self.reporter: Reporter
-        if rank != 0:
-            self.reporter = Silent()
-        elif console.is_terminal:
-            self.reporter = Live(console)
-        else:
-            self.reporter = Plain(console)
+        self.reporter = Reporter()
+        if rank == 0:
+            self.reporter = Live(console) if console.is_terminal else Plain(console)
 
     def __enter__(self) -> Reporter:
         return self.reporter
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.reporter.end()
 
 

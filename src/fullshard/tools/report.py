@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from fullshard.plan.trace import TraceError, read_traces
 from fullshard.tools.config import OptionError
@@ -33,7 +33,7 @@ from fullshard.tools.report_data import (
     summary_data,
 )
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.trace_metrics import common_steps, peaks, step_ns
+from fullshard.tools.trace_metrics import HOW, common_steps, peaks, step_ns
 
 _MOST = 8  # runs on one page: as many colours tell apart
 _PAGE = files("fullshard.tools") / "page"
@@ -84,10 +84,8 @@ def write_report(path: Path, out: Path | None = None) -> Written:
     page.parent.mkdir(parents=True, exist_ok=True)
     trace = page.with_name("trace.json") if run.traces else None
     data = page_data(run)
-    page.write_text(
-        render("report.html", {**data, "how_texts": data["how"]}, **_sentences(data)),
-        encoding="utf-8",
-    )
+    text = render("report.html", data, how_texts=HOW, **_sentences(data))
+    page.write_text(text, encoding="utf-8")
     if trace is not None:
         events = json.dumps(chrome_trace(run.traces), separators=(",", ":"))
         trace.write_text(events, encoding="utf-8")
@@ -172,10 +170,14 @@ def _differing(each: Sequence[dict[str, str]]) -> list[tuple[str, list[str]]]:
     return [(name, texts) for name, texts in rows if len(set(texts)) > 1]
 
 
-def render(page: str, data: dict[str, Any], **more: str) -> str:
+def render(page: str, data: dict[str, Any], **more: Any) -> str:
     """Return a page of `page/`. It loads nothing: style, scripts and data are inside."""
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FunctionLoader(_read),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters.update(ns=nanoseconds, nbytes=nbytes, quoted=shlex.quote)
     scripts = "\n".join(_read(name) for name in _SCRIPTS[page])
@@ -187,7 +189,7 @@ def render(page: str, data: dict[str, Any], **more: str) -> str:
         "style": _read("uPlot.min.css") + _read("report.css"),
         "scripts": scripts,
     }
-    return environment.from_string(_read(page)).render(**shown, embedded=embedded)
+    return environment.get_template(page).render(**shown, embedded=embedded)
 
 
 def _sentences(data: dict[str, Any]) -> dict[str, str]:

@@ -3,20 +3,14 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fullshard.plan.trace import Kind, RankTrace
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.run_facts import peak_flops
 from fullshard.tools.trace_metrics import (
-    CLOCK_HOW,
-    EXPOSED_HOW,
-    MEMORY_HOW,
-    STALLS_HOW,
-    STEP_HOW,
-    TIME_HOW,
-    UNIT_HOW,
+    HOW,
     aligned,
     clock_error_ns,
     common_steps,
@@ -32,34 +26,34 @@ from fullshard.tools.trace_metrics import (
 
 _LAST_STEPS = 20  # that the final loss averages, as in summary.json
 
-SPEED_HOW = (
+HOW["speed"] = (
     "Tokens of a step over all ranks (bytes, without --tokenizer), divided by the seconds of that step on rank 0, "
     "from reading the text to the parameters' update. The figure is the median of all steps but the "
     "first, which allocates memory."
 )
-LOSS_HOW = (
+HOW["loss"] = (
     "Cross entropy in nats per token (a byte, without --tokenizer): the mean over all of a step. The figure is the mean of the last "
     f"{_LAST_STEPS} steps. The running mean gives a step the weight 0.95 for each step since. Unigram "
     "entropy is the loss of a model that knows only how frequent each token is."
 )
-PEAK_HOW = (
+HOW["peak"] = (
     "The most memory that any rank has held during the run: resident host memory of the process on "
     "the CPU, with Python and libraries; allocated device memory on a GPU."
 )
-FLOPS_HOW = (
+HOW["flops"] = (
     "Operations of forward and backward for a token (6 for every weight of a matrix, and 12 x layers x width x "
     "tokens for attention; what is computed again is not counted; arXiv 2204.02311, appendix B), times the tokens "
     "per second, divided by the ranks. Utilization is the share of what the device's maker says for dense bfloat16."
 )
-NORM_HOW = "The norm of all gradients together, before they are clipped to --clip."
-LR_HOW = (
+HOW["norm"] = "The norm of all gradients together, before they are clipped to --clip."
+HOW["lr"] = (
     "The learning rate of each step: it rises for --warmup steps and falls as a cosine to --min-lr."
 )
-VAL_HOW = (
+HOW["val"] = (
     "Cross entropy on text that is never trained on (--val-fraction, --val-data): the mean of the same "
     "sequences each time."
 )
-TENSORS_HOW = (
+HOW["tensors"] = (
     "The most that the categories under Memory over a step add up to, in the recorded steps, on any "
     "rank."
 )
@@ -99,7 +93,7 @@ def _times(run: RunRecord) -> Iterator[Figure]:
         speed = statistics.median(_after_first(run.metrics, "tokens_per_second"))
         yield Figure(
             "tokens_per_second", "Tokens per second", speed, f"{_unit(run)}s/s", f"{speed:,.0f}",
-            "median of all but the first step", SPEED_HOW,
+            "median of all but the first step", HOW["speed"],
         )  # fmt: skip
     if run.traces:
         total, exposed = step_ns(run.traces), exposed_ns(run.traces)
@@ -112,11 +106,11 @@ def _times(run: RunRecord) -> Iterator[Figure]:
             "s",
             nanoseconds(total),
             f"mean of {span}",
-            STEP_HOW,
+            HOW["step"],
         )
         yield Figure(
             "exposed_share", "Exposed communication", exposed / total, "of the step",
-            f"{100 * exposed / total:.1f} %", f"{nanoseconds(exposed)} of a step", EXPOSED_HOW,
+            f"{100 * exposed / total:.1f} %", f"{nanoseconds(exposed)} of a step", HOW["exposed"],
         )  # fmt: skip
     elif run.metrics:
         seconds = statistics.median(_after_first(run.metrics, "seconds"))
@@ -128,10 +122,10 @@ def _times(run: RunRecord) -> Iterator[Figure]:
 
 def _memory(run: RunRecord) -> Iterator[Figure]:
     if run.traces:
-        most = max(peaks(run.traces), key=lambda peak: peak.total_nbytes)
+        most = max(peaks(run.traces), key=lambda peak: peak.total)
         yield Figure(
-            "peak_tensor_bytes", "Peak of tensors", most.total_nbytes, "bytes", nbytes(most.total_nbytes),
-            f"rank {most.rank}, step {most.step}", TENSORS_HOW,
+            "peak_tensor_bytes", "Peak of tensors", most.total, "bytes", nbytes(most.total),
+            f"rank {most.rank}, step {most.step}", HOW["tensors"],
         )  # fmt: skip
     if run.metrics:
         peak = (run.summary or {}).get("peak_memory_per_rank") or max(
@@ -144,7 +138,7 @@ def _memory(run: RunRecord) -> Iterator[Figure]:
             "bytes",
             nbytes(peak),
             "most of any rank",
-            PEAK_HOW,
+            HOW["peak"],
         )
 
 
@@ -158,11 +152,11 @@ def _losses(run: RunRecord) -> Iterator[Figure]:
         note += f"; unigram entropy {entropy:.2f}"
     if len(losses) < min(len(run.metrics), _LAST_STEPS):
         note += "; without steps where it is not finite"
-    yield Figure("loss", "Loss", loss, unit, f"{loss:.3f}", note, LOSS_HOW)
+    yield Figure("loss", "Loss", loss, unit, f"{loss:.3f}", note, HOW["loss"])
     for entry in [entry for entry in run.metrics if "val_loss" in entry][-1:]:
         held, step = entry["val_loss"], entry["step"]
         yield Figure(
-            "val_loss", "Loss held out", held, unit, f"{held:.3f}", f"step {step}", VAL_HOW
+            "val_loss", "Loss held out", held, unit, f"{held:.3f}", f"step {step}", HOW["val"]
         )
 
 
@@ -178,22 +172,25 @@ def _flops(run: RunRecord) -> Iterator[Figure]:
     note = "of each rank"
     if peak is not None:
         note += f"; utilization {100 * own / peak:.1f} % of {peak / 1e12:.0f} TFLOP/s"
-    yield Figure("flops", "Model FLOP/s", own, "FLOP/s", _flop_text(own), note, FLOPS_HOW)
+    yield Figure(
+        "flops",
+        "Model FLOP/s",
+        own,
+        "FLOP/s",
+        _scaled(own, {"T": 1e12, "G": 1e9, "M": 1e6}),
+        note,
+        HOW["flops"],
+    )
     if peak is not None:
         text = f"{100 * own / peak:.1f} %"
-        yield Figure("mfu", "Utilization (MFU)", own / peak, "of the peak", text, device, FLOPS_HOW)
+        yield Figure(
+            "mfu", "Utilization (MFU)", own / peak, "of the peak", text, device, HOW["flops"]
+        )
 
 
 def _unit(run: RunRecord) -> str:
     """Return what a loss is for."""
     return run.config.unit if run.config else "byte"
-
-
-def _flop_text(value: float) -> str:
-    for unit, size in (("T", 1e12), ("G", 1e9)):
-        if value >= size:
-            return f"{_three(value / size)} {unit}"
-    return f"{_three(value / 1e6)} M"
 
 
 def summary_data(run: RunRecord) -> dict[str, Any]:
@@ -207,21 +204,19 @@ def summary_data(run: RunRecord) -> dict[str, Any]:
     data["steps"] = common_steps(run.traces)
     data["ranks"] = [trace.rank for trace in run.traces]
     data["clock_error_ns"] = clock_error_ns(run.traces)
-    data["time"] = {
-        "how": TIME_HOW,
-        "kinds": [{**s._asdict(), "kind": s.kind.value} for s in shares(run.traces)],
-    }
-    data["units"] = {"how": UNIT_HOW, "units": [cost._asdict() for cost in unit_costs(run.traces)]}
-    data["stalls"] = {
-        "how": STALLS_HOW,
-        "ranks": [{**each._asdict(), "matters": each.matters} for each in stalls(run.traces)],
-    }
-    data["memory"] = {
-        "how": MEMORY_HOW,
-        "categories": list(run.traces[0].categories),
-        "peaks": [peak._asdict() for peak in peaks(run.traces)],
-    }
+    data["time"] = {"how": HOW["time"], "kinds": _shares(run.traces)}
+    for name, listed, found in (
+        ("units", "units", unit_costs(run.traces)),
+        ("stalls", "ranks", stalls(run.traces)),
+        ("memory", "peaks", peaks(run.traces)),
+    ):
+        data[name] = {"how": HOW[name], listed: [each._asdict() for each in found]}
+    data["memory"]["categories"] = list(run.traces[0].categories)
     return data
+
+
+def _shares(traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
+    return [{**share._asdict(), "kind": share.kind.value} for share in shares(traces)]
 
 
 def page_data(run: RunRecord) -> dict[str, Any]:
@@ -230,34 +225,26 @@ def page_data(run: RunRecord) -> dict[str, Any]:
         "name": run.name,
         "facts": facts(run),
         "figures": [figure._asdict() for figure in figures(run)],
-        "how": {
-            "time": TIME_HOW, "units": UNIT_HOW, "memory": MEMORY_HOW, "clock": CLOCK_HOW,
-            "loss": LOSS_HOW, "speed": SPEED_HOW, "stalls": STALLS_HOW,
-            "norm": NORM_HOW, "lr": LR_HOW, "val": VAL_HOW,
-        },
         "about": about(run),
         "options": options(run),
         "series": series(run),
         "trace": None,
-    }  # fmt: skip
+    }
     if not run.traces:
         return data
     traces = run.traces
-    total, exposed = step_ns(traces), exposed_ns(traces)
-    costs = unit_costs(traces)
-    fence = next((s.ns for s in shares(traces) if s.kind is Kind.FENCE), 0.0)
     data["trace"] = {
         "steps": common_steps(traces),
         "missing": traces[0].num_ranks - len(traces),
         "clock_error": nanoseconds(clock_error_ns(traces)),
         "one_host": clock_error_ns(traces) == 0,
-        "step_ns": total,
-        "exposed_ns": exposed,
-        "fence_ns": fence,
-        "shares": [{**s._asdict(), "kind": s.kind.value} for s in shares(traces)],
-        "units": [{**c._asdict(), "exposed_ns": c.exposed_ns} for c in costs],
-        "stalls": [{**each._asdict(), "matters": each.matters} for each in stalls(traces)],
-        "peaks": [{**p._asdict(), "total": p.total_nbytes} for p in peaks(traces)],
+        "step_ns": step_ns(traces),
+        "exposed_ns": exposed_ns(traces),
+        "fence_ns": next((s.ns for s in shares(traces) if s.kind is Kind.FENCE), 0.0),
+        "shares": _shares(traces),
+        "units": [cost._asdict() for cost in unit_costs(traces)],
+        "stalls": [each._asdict() for each in stalls(traces)],
+        "peaks": [peak._asdict() for peak in peaks(traces)],
         "kinds": [kind.value for kind in Kind],
         "communication": [kind.value for kind in Kind if kind.is_communication],
         "categories": list(traces[0].categories),
@@ -329,23 +316,20 @@ def _option(value: Any) -> str:
 
 def nanoseconds(value: float) -> str:
     """Write a duration with three digits: 12.3 ms."""
-    for unit, size in (("s", 1e9), ("ms", 1e6)):
-        if value >= size:
-            return f"{_three(value / size)} {unit}"
-    return f"{_three(value / 1e3)} µs"
+    return _scaled(value, {"s": 1e9, "ms": 1e6, "µs": 1e3})
 
 
 def nbytes(value: float) -> str:
     """Write a size with three digits: 12.3 MiB."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= size:
-            return f"{_three(value / size)} {unit}"
-    return f"{value:.0f} B"
+    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+    return f"{value:.0f} B" if value < 2**10 else _scaled(value, units)
 
 
-def _three(value: float) -> str:
-    decimals = 0 if value >= 100 else 1 if value >= 10 else 2
-    return f"{value:,.{decimals}f}"
+def _scaled(value: float, units: Mapping[str, float]) -> str:
+    """Write a value in the first unit that is not larger, or the last. units: the largest first."""
+    unit = next((unit for unit, size in units.items() if value >= size), [*units][-1])
+    value /= units[unit]
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
 
 
 def series(run: RunRecord) -> dict[str, Any] | None:

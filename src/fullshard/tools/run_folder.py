@@ -14,6 +14,7 @@ Only rank 0 writes, except that every rank writes its part of a checkpoint.
 """
 
 import dataclasses
+import functools
 import json
 import shlex
 from collections.abc import Mapping
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from fullshard.json_files import Refuse, as_typed, parse_json, read_json, read_text
-from fullshard.models.blueprints import read_model_config
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.json_text import json_text
 
@@ -69,43 +69,24 @@ class _Summary(_MaybeSummary):
     status: str
 
 
+def _below(name: str) -> "functools.cached_property[Path]":
+    return functools.cached_property(lambda run: run.path / name)
+
+
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
     """Paths and files of one run."""
 
     path: Path
 
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def tokenizer_folder(self) -> Path:
-        return self.path / "tokenizer"
-
-    @property
-    def model_file(self) -> Path:
-        return self.path / "model.json"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary_file(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def trace_folder(self) -> Path:
-        return self.path / "trace"
-
-    @property
-    def report_file(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    config_file = _below("config.json")
+    tokenizer_folder = _below("tokenizer")
+    model_file = _below("model.json")
+    metrics_file = _below("metrics.jsonl")
+    summary_file = _below("summary.json")
+    trace_folder = _below("trace")
+    report_file = _below("report.html")
+    checkpoints = _below("checkpoints")
 
     @property
     def to_resume(self) -> str:
@@ -126,10 +107,6 @@ class RunFolder:
         """Return the options of the run; raises OptionError for a file that does not hold them."""
         config: TrainConfig = self._config_fields()["options"]
         return config
-
-    def read_model_fields(self) -> dict[str, Any] | None:
-        """Return the model's configuration, if it is one of Transformers."""
-        return read_model_config(self.model_file) if self.model_file.is_file() else None
 
     def read_fingerprint(self) -> str:
         return str(self._config_fields()["corpus"])

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fullshard.plan.trace import (
     Kind,
@@ -28,6 +28,9 @@ REDUCE_KINDS = (Kind.REDUCE_SCATTER, Kind.WAIT_REDUCE_SCATTER)
 
 _Span = TypeVar("_Span", Segment, Transfer, Pause)
 
+HOW: dict[str, str] = {}
+"""What the report says of how a figure is computed, by its name."""
+
 
 class Share(NamedTuple):
     """How long a step does something: mean, and the ranks with the least and the most of it."""
@@ -39,7 +42,7 @@ class Share(NamedTuple):
     most_ns: float
 
 
-TIME_HOW = (
+HOW["time"] = (
     "On the CPU a rank's thread does one thing at a time, and the recorder reads the clock "
     "whenever that changes; on a GPU the same points are timing events on the compute stream. "
     "Every moment belongs to the innermost thing that has begun and not ended, so the parts add up "
@@ -63,7 +66,7 @@ def shares(traces: Sequence[RankTrace]) -> list[Share]:
     return found
 
 
-STEP_HOW = (
+HOW["step"] = (
     "From one step's end to the next on each rank, as marked by the training loop or by the "
     "optimizer. Mean over recorded steps and ranks."
 )
@@ -76,7 +79,7 @@ def step_ns(traces: Sequence[RankTrace]) -> float:
     return sum(lengths) / len(lengths)
 
 
-EXPOSED_HOW = (
+HOW["exposed"] = (
     "Time of a step in which compute stands still for communication: starting or waiting for an "
     "all-gather or a reduce-scatter, and waiting for other ranks at a fence. On the CPU, ranks of one "
     "host copy and sum themselves, so that work counts as well. Mean over recorded steps and ranks."
@@ -91,7 +94,7 @@ def exposed_ns(traces: Sequence[RankTrace]) -> float:
 class UnitCost(NamedTuple):
     """What a step communicates for one unit, in nanoseconds and bytes a step and rank.
 
-    gather_ns, reduce_ns: exposed. in_flight_ns: from start to result, whatever ran beside it.
+    exposed_ns: gather_ns and reduce_ns. in_flight_ns: from start to result, whatever ran beside it.
     """
 
     name: str
@@ -102,13 +105,10 @@ class UnitCost(NamedTuple):
     gather_nbytes: float
     reduce_nbytes: float
     in_flight_ns: float
-
-    @property
-    def exposed_ns(self) -> float:
-        return self.gather_ns + self.reduce_ns
+    exposed_ns: float
 
 
-UNIT_HOW = (
+HOW["units"] = (
     "Exposed: the parts of the timeline in which compute stands still for this unit's all-gather "
     "or reduce-scatter, starting it and waiting for it. In flight: from start to result, whatever ran "
     "beside it. Size: the unit's unsharded parameters, or full gradients, times how often they were "
@@ -132,16 +132,19 @@ def unit_costs(traces: Sequence[RankTrace]) -> list[UnitCost]:
     for unit, name in enumerate(names):
         gathers = [m for m in moved[unit] if m.kind is Kind.ALL_GATHER]
         reduces = [m for m in moved[unit] if m.kind is Kind.REDUCE_SCATTER]
+        gather_ns = _length(s for s in segments[unit] if s.kind in GATHER_KINDS) / count
+        reduce_ns = _length(s for s in segments[unit] if s.kind in REDUCE_KINDS) / count
         costs.append(
             UnitCost(
                 name,
-                gather_ns=_length(s for s in segments[unit] if s.kind in GATHER_KINDS) / count,
-                reduce_ns=_length(s for s in segments[unit] if s.kind in REDUCE_KINDS) / count,
+                gather_ns=gather_ns,
+                reduce_ns=reduce_ns,
                 num_gathers=len(gathers) / count,
                 num_reduces=len(reduces) / count,
                 gather_nbytes=sum(m.nbytes for m in gathers) / count,
                 reduce_nbytes=sum(m.nbytes for m in reduces) / count,
                 in_flight_ns=_length(moved[unit]) / count,
+                exposed_ns=gather_ns + reduce_ns,
             )
         )
     return sorted(costs, key=lambda cost: -cost.exposed_ns)
@@ -151,7 +154,7 @@ class Stalls(NamedTuple):
     """What holds up one rank beside its own work: runs of the garbage collector, and of its allocator.
 
     collector_ns, num_collections: a step. share: of the rank's step. longest_ns: of one run.
-    num_alloc_retries: in the whole recording; None on the CPU.
+    num_alloc_retries: in the whole recording; None on the CPU. matters: whether it is worth a line.
     """
 
     rank: int
@@ -160,14 +163,10 @@ class Stalls(NamedTuple):
     num_collections: float
     longest_ns: int
     num_alloc_retries: int | None
-
-    @property
-    def matters(self) -> bool:
-        """Whether it is worth a line: 2 % of a step, or any retry, for which the device stands still."""
-        return self.share >= 0.02 or bool(self.num_alloc_retries)
+    matters: bool
 
 
-STALLS_HOW = (
+HOW["stalls"] = (
     "Garbage collector: from Python's own callbacks before and after each run, of any generation; while "
     "one runs, no thread of the process runs Python. They are within the parts above, wherever they fell, "
     "and those of one rank make the others wait. Mean over recorded steps of one rank. Retries: how often "
@@ -183,14 +182,17 @@ def stalls(traces: Sequence[RankTrace]) -> list[Stalls]:
     for trace in traces:
         pauses = _in_steps(trace, trace.pauses, steps)
         total = _length(pauses) / len(steps)
+        share = total / step_ns([trace])
         found.append(
             Stalls(
                 trace.rank,
                 total,
-                total / step_ns([trace]),
+                share,
                 len(pauses) / len(steps),
                 max((pause.end - pause.start for pause in pauses), default=0),
                 trace.num_alloc_retries,
+                # Any retry does: the device stands still for it.
+                matters=share >= 0.02 or bool(trace.num_alloc_retries),
             )
         )
     return found
@@ -203,13 +205,10 @@ class Peak(NamedTuple):
     step: int
     offset_ns: int  # since the step began
     nbytes: tuple[int, ...]  # by category
-
-    @property
-    def total_nbytes(self) -> int:
-        return sum(self.nbytes)
+    total: int
 
 
-MEMORY_HOW = (
+HOW["memory"] = (
     "Counted by the engine whenever a unit's memory changes, from the sizes of the tensors "
     "themselves. Sharded parameters, gradient shards (in use, or kept for the next step) and optimizer "
     "state: this rank's part. Unsharded parameters: private copies; what ranks of one host read in "
@@ -230,9 +229,9 @@ def peaks(traces: Sequence[RankTrace]) -> list[Peak]:
         for step in (step for step in trace.steps if step.number in steps):
             for sample in samples_of(trace, step):
                 offset = max(sample.time, step.start) - step.start
-                peak = Peak(trace.rank, step.number, offset, sample.nbytes)
-                if best is None or peak.total_nbytes > best.total_nbytes:
-                    best = peak
+                total = sum(sample.nbytes)
+                if best is None or total > best.total:
+                    best = Peak(trace.rank, step.number, offset, sample.nbytes, total)
         if best is not None:
             found.append(best)
     return found
@@ -245,7 +244,7 @@ def samples_of(trace: RankTrace, step: TracedStep) -> list[Sample]:
     return list(trace.samples[first : bisect.bisect_left(trace.samples, step.end, key=when)])
 
 
-CLOCK_HOW = (
+HOW["clock"] = (
     "Ranks of one host read the same clock. Hosts are aligned by a barrier at the start, in which "
     "all ranks were at one moment; the error is the longest time that any rank spent in it."
 )
@@ -272,20 +271,17 @@ def aligned(traces: Sequence[RankTrace]) -> list[RankTrace]:
     if len({trace.clock.host for trace in traces}) > 1:
         return list(traces)
     first = min((trace.clock.origin_ns for trace in traces), default=0)
-    return [
-        dataclasses.replace(
-            trace,
-            steps=tuple(s._replace(start=s.start + by, end=s.end + by) for s in trace.steps),
-            timeline=tuple(s._replace(start=s.start + by, end=s.end + by) for s in trace.timeline),
-            transfers=tuple(
-                s._replace(start=s.start + by, end=s.end + by) for s in trace.transfers
-            ),
-            samples=tuple(s._replace(time=s.time + by) for s in trace.samples),
-            pauses=tuple(Pause(p.start + by, p.end + by) for p in trace.pauses),
-        )
-        for trace in traces
-        for by in (trace.clock.origin_ns - first,)
-    ]
+    return [_moved(trace, trace.clock.origin_ns - first) for trace in traces]
+
+
+def _moved(trace: RankTrace, by: int) -> RankTrace:
+    spans: dict[str, Any] = {
+        name: tuple(span._replace(start=span.start + by, end=span.end + by) for span in found)
+        for name in ("steps", "timeline", "transfers", "pauses")
+        for found in (getattr(trace, name),)
+    }
+    samples = tuple(sample._replace(time=sample.time + by) for sample in trace.samples)
+    return dataclasses.replace(trace, samples=samples, **spans)
 
 
 def rows(transfers: Sequence[Transfer]) -> list[list[Transfer]]:

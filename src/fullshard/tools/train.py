@@ -7,14 +7,11 @@ anybody was asked to stop.
 
 import contextlib
 import math
-import os
 import resource
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +27,10 @@ from fullshard.models.built import LanguageModel, build
 from fullshard.models.generation import evaluating, generate
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.job import Job
-from fullshard.tools.launch import STOP_SIGNALS
-from fullshard.tools.loggers.choosing import make_loggers
+from fullshard.tools.launch import StopRequest
+from fullshard.tools.loggers import make_loggers
 from fullshard.tools.progress import SPEED_STEPS, Reporter, Speed
-from fullshard.tools.text.interface import IGNORED, Batch
+from fullshard.tools.text.corpus import IGNORED, Batch
 
 _BETAS = (0.9, 0.95)
 
@@ -50,39 +47,6 @@ class StepReport(NamedTuple):
     stop: bool
 
 
-class StopRequest:
-    """Turns the signals that a launcher passes on into a flag that the end of a step reads.
-
-    Asking again changes nothing: a supervisor and the launcher may both pass on one request. What the
-    process was started to ignore (SIGHUP under `nohup`) stays ignored. Processes that this one forks, such
-    as workers that load data, have back what was there before: a signal is to end them.
-    """
-
-    def __init__(self) -> None:
-        self.asked = False
-        for name in STOP_SIGNALS:
-            number = signal.Signals[name]
-            before = signal.getsignal(number)
-            if before is not signal.SIG_IGN:
-                _before.setdefault(number, before or signal.SIG_DFL)
-                signal.signal(number, self._ask)
-
-    def _ask(self, *_: object) -> None:
-        self.asked = True
-
-
-_before: dict[int, Any] = {}  # what was called on a signal before
-
-
-def _give_back() -> None:
-    for number, handler in _before.items():
-        signal.signal(number, handler)
-    _before.clear()
-
-
-os.register_at_fork(after_in_child=_give_back)
-
-
 class Trainer:
     """Model, optimizer and text of one rank. Construction is collective."""
 
@@ -96,13 +60,12 @@ class Trainer:
         self.device = _device(config)
         for note in self.text.notes():
             report.note(note)
-        self._check_same_text()
-        self._check_same_start(job)
+        self._check_alike(job)
         self._speed = Speed()
         self.val_loss: float | None = None  # the last one, on rank 0
         self.loggers = make_loggers(config.log if self.rank == 0 else (), report.note)
         try:
-            self.language_model = build_model(job.model.blueprint, config, self.device)
+            self.language_model = build_model(job.model, config, self.device)
         except (AllocationError, ModelConfigError) as error:
             raise OptionError(f"--model {config.model}: {error}") from error
         self.model = self.language_model.module
@@ -179,7 +142,9 @@ class Trainer:
         norm = fullshard.clip_grad_norm_(self.model.parameters(), max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        shared = torch.stack((total.double(), torch.full_like(total, self.stop.asked).double()))
+        shared = torch.stack(
+            (total.double(), torch.full_like(total, bool(self.stop.asked)).double())
+        )
         dist.all_reduce(shared)
         loss_sum, stops = shared.tolist()
         return StepReport(loss_sum / config.ranks, float(norm), stops > 0)
@@ -270,44 +235,38 @@ class Trainer:
         dist.broadcast(choice, src=0)
         return choice
 
-    def _check_same_text(self) -> None:
-        fingerprints: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(fingerprints, self.text.survey.fingerprint)
-        for rank, fingerprint in enumerate(fingerprints):
-            if fingerprint != fingerprints[0]:
+    def _check_alike(self, job: Job) -> None:
+        """Compare what ranks read from their hosts' disks: the text, and where the run goes on."""
+        own = (self.text.survey.fingerprint, job.done)
+        of_ranks: list[Any] = [own] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, own)
+        first, first_done = of_ranks[0]
+        for rank, (fingerprint, done) in enumerate(of_ranks):
+            if fingerprint != first:
                 raise TrainingError(
                     f"--data: rank {rank} reads other text than rank 0. Give every host the same "
                     "files; without --data, the same Python version."
                 )
-
-    def _check_model(self) -> None:
-        """Run the model for a moment, to see that no token sees what it must not."""
-        config = self.config
-        given: dict[str, Any] = {"vocab_size": config.vocab_size, "device": self.device}
-        try:
-            self.language_model.check_causal(**given)
-        except ModelConfigError as error:
-            raise OptionError(f"--model {config.model}: {error}") from error
-        if config.across_documents or not config.tokenizer:
-            return
-        try:
-            self.language_model.check_documents_apart(**given)
-        except ModelConfigError as error:
-            raise OptionError(
-                f"--model {config.model}: {error} Take another model, or let documents see each other with "
-                "--across-documents."
-            ) from error
-
-    def _check_same_start(self, job: Job) -> None:
-        steps = [0] * dist.get_world_size()
-        dist.all_gather_object(steps, job.done)
-        for rank, step in enumerate(steps):
-            if step != steps[0]:
+            if done != first_done:
                 raise TrainingError(
-                    f"rank {rank} would begin after step {step}, rank 0 after step {steps[0]}: their hosts "
+                    f"rank {rank} would begin after step {done}, rank 0 after step {first_done}: their hosts "
                     f"see different checkpoints in {self.folder.checkpoints}. Use a folder that all hosts "
                     "share, and start again."
                 )
+
+    def _check_model(self) -> None:
+        """Run the model for a moment, to see that no token sees what it must not."""
+        config, hint = self.config, ""
+        given: dict[str, Any] = {"vocab_size": config.vocab_size, "device": self.device}
+        try:
+            self.language_model.check_causal(**given)
+            if config.tokenizer and not config.across_documents:
+                hint = (
+                    " Take another model, or let documents see each other with --across-documents."
+                )
+                self.language_model.check_documents_apart(**given)
+        except ModelConfigError as error:
+            raise OptionError(f"--model {config.model}: {error}{hint}") from error
 
 
 def peak_memory_nbytes(device: torch.device) -> int:
@@ -364,7 +323,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
-class StepRecorder:
+class StepRecorder(contextlib.ExitStack):
     """Traces a few steps in the middle of a run, which then changes nothing but their time.
 
     Every rank goes through the same calls: `begin_step` and `end_step` around each step.
@@ -373,30 +332,17 @@ class StepRecorder:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, steps: range
     ) -> None:
+        super().__init__()
         self._model, self._optimizer = model, optimizer
-        self._folder = folder
-        self._steps = steps
-        self._stack = contextlib.ExitStack()
+        self._folder, self._steps = folder, steps
         self._tracing: fullshard.Tracing | None = None
-
-    def __enter__(self) -> "StepRecorder":
-        self._stack.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
 
     def begin_step(self, step: int) -> None:
         if step in self._steps and self._tracing is None:
             tracing = fullshard.trace(
                 self._model, self._folder, optimizer=self._optimizer, first_step=step + 1
             )
-            self._tracing = self._stack.enter_context(tracing)
+            self._tracing = self.enter_context(tracing)
         if self._tracing is not None:
             self._tracing.skip()  # checkpoints and progress between steps
 
@@ -406,7 +352,7 @@ class StepRecorder:
         self._tracing.step()
         if step + 1 not in self._steps:
             self._tracing = None
-            self._stack.close()
+            self.close()
 
 
 def steps_to_trace(config: TrainConfig, *, done: int) -> range:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from fullshard.tools.cli_options import flag, option, takes
+from fullshard.tools.cli_options import flag, takes
 from fullshard.tools.config import DEFAULT_CACHE, OptionError, TrainConfig, read_options
 
 TRAIN_EXAMPLES = """
@@ -83,7 +83,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-@takes(TrainConfig)
+@takes(TrainConfig, save_every=("out", "resume", "auto_resume"))
 def train(
     context: typer.Context,
     more_data: Annotated[
@@ -101,15 +101,17 @@ def train(
     *,
     cache: Annotated[
         Path,
-        option("Where tokenized text is kept for runs to come.", panel="Text"),
+        typer.Option(help="Where tokenized text is kept for runs to come.", rich_help_panel="Text"),
     ] = DEFAULT_CACHE,
     out: Annotated[
         Path | None,
-        option("Run folder. Default: runs/ and the time.", panel="Results"),
+        typer.Option(help="Run folder. Default: runs/ and the time.", rich_help_panel="Results"),
     ] = None,
     resume: Annotated[
         Path | None,
-        option("Continue the run in this folder, with its options.", panel="Results"),
+        typer.Option(
+            help="Continue the run in this folder, with its options.", rich_help_panel="Results"
+        ),
     ] = None,
     auto_resume: Annotated[
         bool,

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 import fullshard
 from fullshard.errors import CheckpointError
 from fullshard.json_files import read_json
-from fullshard.models.blueprints import Blueprint, ConfiguredBlueprint
+from fullshard.models.blueprints import Blueprint, ConfiguredBlueprint, read_model_config
 from fullshard.models.sizes import SIZES, LlamaConfig
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.run_folder import RunFolder
@@ -31,9 +31,11 @@ def model_config(config: TrainConfig) -> LlamaConfig:
     )
 
 
-def blueprint_of(config: TrainConfig, fields: Mapping[str, Any] | None) -> Blueprint:
-    """Return what a run's model is built from. fields: of the config.json that --model names, if it does."""
-    return model_config(config) if fields is None else ConfiguredBlueprint(fields)
+def blueprint_of(config: TrainConfig, folder: RunFolder) -> Blueprint:
+    """Return what a run's model is built from; raises ModelConfigError if what it has kept cannot be read."""
+    if folder.model_file.is_file():  # one of Transformers
+        return ConfiguredBlueprint(read_model_config(folder.model_file))
+    return model_config(config)
 
 
 # Out
@@ -95,7 +97,7 @@ def _write_beside(folder: RunFolder, target: Path) -> None:
         marks = {"eos_token_id": tokenizer.end_token}
         if tokenizer.before:
             marks["bos_token_id"] = tokenizer.before[0]
-    blueprint = blueprint_of(config, folder.read_model_fields())
+    blueprint = blueprint_of(config, folder)
     fields = blueprint.config_fields(seq=config.seq, marks=marks)
     files["config.json"] = json.dumps(fields, indent=2).encode() + b"\n"
     for name, content in files.items():
@@ -112,8 +114,8 @@ def check_initial_weights(config: TrainConfig, blueprint: Blueprint) -> None:
     if not path.is_dir():
         raise OptionError(f"{where}: is no folder.")
     if is_run(path):
-        other, fields = RunFolder(path).read_config(), RunFolder(path).read_model_fields()
-        if not blueprint.is_same(blueprint_of(other, fields)):
+        other = RunFolder(path).read_config()
+        if not blueprint.is_same(blueprint_of(other, RunFolder(path))):
             tied = " --tie-embeddings" if other.tie_embeddings else ""
             words = f" --vocab-size {other.vocab_size}" if other.tokenizer else ""
             raise OptionError(
@@ -122,7 +124,12 @@ def check_initial_weights(config: TrainConfig, blueprint: Blueprint) -> None:
         if _newest(RunFolder(path).checkpoints) is None:
             raise OptionError(f"{where}: holds no complete checkpoint.")
     elif (path / "config.json").is_file():
-        found = blueprint.differences(_json(path / "config.json", where))
+        fields = read_json(
+            path / "config.json",
+            dict[str, Any],
+            lambda why: OptionError(f"{where}: config.json {why}."),
+        )
+        found = blueprint.differences(fields)
         if found:
             raise OptionError(
                 f"{where}: is another model than --model {config.model}: {'; '.join(found)}. "
@@ -169,10 +176,3 @@ def is_run(path: Path) -> bool:
 def _newest(folder: Path) -> Path | None:
     found = fullshard.latest_checkpoint(folder) if folder.is_dir() else None
     return Path(found.path) if found else None
-
-
-def _json(path: Path, where: str) -> dict[str, Any]:
-    fields: dict[str, Any] = read_json(
-        path, dict[str, Any], lambda why: OptionError(f"{where}: {path.name} {why}.")
-    )
-    return fields

@@ -7,7 +7,6 @@ whose other ranks failed to start.
 """
 
 import dataclasses
-import os
 import signal
 import sys
 import time
@@ -21,19 +20,20 @@ import torch.distributed as dist
 import fullshard
 from fullshard.errors import CheckpointError, FullshardError, PeerLostError
 from fullshard.local_ranks import die_with_launcher
+from fullshard.models.blueprints import ConfiguredBlueprint
 from fullshard.peers.waits import announce, lost_ranks, naming_lost_ranks
 from fullshard.peers.watchdog import watchdog
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import Job
 from fullshard.tools.json_text import json_text
-from fullshard.tools.launch import Place
-from fullshard.tools.loggers.interface import RunInfo
+from fullshard.tools.launch import Place, StopRequest, leave
+from fullshard.tools.loggers import RunInfo
 from fullshard.tools.progress import Reporter, Reporting, printable
 from fullshard.tools.report import write_report
 from fullshard.tools.run_facts import gather_facts
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.train import StopRequest, Trainer, peak_memory_nbytes
+from fullshard.tools.train import Trainer, peak_memory_nbytes
 from fullshard.tools.weights import load_initial_weights
 
 
@@ -50,27 +50,17 @@ def run_worker(job: Job, place: Place, *, threads: int, as_json: bool) -> Exit:
         announce()
         try:
             with naming_lost_ranks(world, "fullshard train"):
-                summary = _train(job, report, as_json=as_json)
+                summary = _train(job, report)
+                if place.rank == 0:
+                    _show(summary, report, as_json=as_json)
+                dist.barrier()  # nobody leaves while another still needs it
         except Exception as error:
             report.end()
             code = _complain(place, job.folder, error)
             watchdog().end()  # tells the others why
-            # Not by way of destroy_process_group, which may wait for ranks that will not come.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+            leave(code)
     dist.destroy_process_group()
     return Exit.OK if summary["status"] == "finished" else Exit.STOPPED
-
-
-def _train(job: Job, report: Reporter, *, as_json: bool) -> dict[str, Any]:
-    stop = StopRequest()
-    job = dataclasses.replace(job, folder=_shared_folder(job.folder))
-    summary = run_rank(job, stop, report)
-    if dist.get_rank() == 0:
-        _show(summary, report, as_json=as_json)
-    dist.barrier()  # nobody leaves while another still needs it
-    return summary
 
 
 def _join(job: Job, place: Place) -> None:
@@ -80,13 +70,6 @@ def _join(job: Job, place: Place) -> None:
         torch.accelerator.set_device_index(place.local_rank)
         device = torch.device(job.config.device, place.local_rank)
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-
-
-def _shared_folder(folder: RunFolder) -> RunFolder:
-    """Take rank 0's folder: its default name holds the time, which differs between ranks."""
-    paths = [str(folder.path)]
-    dist.broadcast_object_list(paths, src=0)
-    return RunFolder(Path(paths[0]))
 
 
 def _what_is_saved(folder: RunFolder) -> str:
@@ -149,11 +132,16 @@ def _show(summary: dict[str, Any], report: Reporter, *, as_json: bool) -> None:
     )
 
 
-def run_rank(job: Job, stop: StopRequest, report: Reporter) -> dict[str, Any]:
+def _train(job: Job, report: Reporter) -> dict[str, Any]:
     """Train, sample and summarise as one rank of the default process group.
 
     Returns the summary, whose `status` is `finished` or `stopped`.
     """
+    stop = StopRequest()
+    # Rank 0's folder: its default name holds the time, which differs between ranks.
+    paths = [str(job.folder.path)]
+    dist.broadcast_object_list(paths, src=0)
+    job = dataclasses.replace(job, folder=RunFolder(Path(paths[0])))
     config, folder = job.config, job.folder
     trainer = Trainer(job, stop, report)
     if job.checkpoint is not None:
@@ -175,7 +163,7 @@ def run_rank(job: Job, stop: StopRequest, report: Reporter) -> dict[str, Any]:
             done=job.done,
             facts=facts,
             tokenizer=job.tokenizer.files if job.tokenizer else None,
-            model=job.model.fields,
+            model=job.model.fields if isinstance(job.model, ConfiguredBlueprint) else None,
         )
         trainer.loggers.start(RunInfo(folder.path, dataclasses.asdict(config), job.done))
     try:

@@ -144,7 +144,7 @@ _HANGING = """
 import time
 from fullshard.tools.doctor import rank as doctor
 doctor._SLACK_S = 0.0
-doctor.measure_links = lambda rank, turns: time.sleep(60)
+doctor.measure_links = lambda rank, pairs: time.sleep(60)
 """
 
 

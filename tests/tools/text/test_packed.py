@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.text.cache import CorpusError
-from fullshard.tools.text.interface import IGNORED
+from fullshard.tools.text.corpus import IGNORED
 from fullshard.tools.text.opening import open_text
 from fullshard.tools.text.packed import PackedText
 from tests.tools.text.conftest import Words, all_of

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fullshard.models.blueprints import read_model_config
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.text.interface import IGNORED
+from fullshard.tools.text.corpus import IGNORED
 from fullshard.tools.text.opening import open_text
 from fullshard.tools.text.tokenizer import open_tokenizer
 from tests.fresh import Ended, fullshard_on_ranks
@@ -74,7 +75,7 @@ def test_a_step_is_that_of_transformers_in_one_process(folder: Folder) -> None:
 
     run = RunFolder(folder.run)
     config = run.read_config()
-    assert (config.vocab_size, run.read_model_fields()) == (29, QWEN3)
+    assert (config.vocab_size, read_model_config(run.model_file)) == (29, QWEN3)
     tokenizer = open_tokenizer(run.tokenizer_folder)
     batch = open_text(config, tokenizer, cache=folder.path / "cache").batch(0, range(4))
     assert batch.positions is not None

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from fullshard.models.llama import Llama, init_weights
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.text.interface import IGNORED
+from fullshard.tools.text.corpus import IGNORED
 from fullshard.tools.text.opening import open_text
 from fullshard.tools.text.tokenizer import open_tokenizer
 from fullshard.tools.weights import model_config

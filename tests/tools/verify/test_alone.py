@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fullshard.tools.progress import Silent
+from fullshard.tools.progress import Reporter
 from fullshard.tools.verify.options import VerifyOptions
 from fullshard.tools.verify.program import Program, repeated_blocks, train
 from fullshard.tools.verify.record import Run, alone_folder, read_step
@@ -25,7 +25,7 @@ def _ran(folder: Path, model: nn.Module, loss: Any, batch: Any = BATCH) -> Run:
     """Run one step for two ranks, at a learning rate of 1."""
     options = VerifyOptions("here:build", steps=1, lr=1.0)
     side = side_of(options, folder, 0, is_whole=True)
-    watch = Watch(side, Silent(), lambda: None)
+    watch = Watch(side, Reporter(), lambda: None)
     with contextlib.suppress(EnoughError), watch.watching():
         train(Program(options, lambda: model, lambda _: batch, loss, None), side, watch)
     return side.diary.run

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.tools.doctor.findings import Finding, Severity
-from fullshard.tools.progress import Silent
+from fullshard.tools.progress import Reporter
 from fullshard.tools.verify.comparing import Comparison, compare
 from fullshard.tools.verify.judging import judge
 from fullshard.tools.verify.options import VerifyOptions
@@ -45,7 +45,7 @@ def verified(folder: Path, **given: Any) -> tuple[Comparison, dict[str, Finding]
 def _run(options: VerifyOptions, folder: Path, *, is_whole: bool) -> None:
     side = side_of(options, folder, rank(), is_whole=is_whole)
     with Supervised(side.diary, 60.0, on_stuck=lambda: None):
-        run_side(side, Silent())
+        run_side(side, Reporter())
 
 
 @contextlib.contextmanager

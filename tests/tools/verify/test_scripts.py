@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.tools.doctor.findings import Finding, Severity
-from fullshard.tools.progress import Silent
+from fullshard.tools.progress import Reporter
 from fullshard.tools.verify.comparing import Comparison, compare
 from fullshard.tools.verify.judging import judge
 from fullshard.tools.verify.options import VerifyOptions
@@ -31,7 +31,7 @@ def verified(folder: Path, *arguments: str, **given: Any) -> tuple[Comparison, d
         side = side_of(options, folder, rank(), is_whole=is_whole)
         with Supervised(side.diary, 60.0, on_stuck=lambda: None):
             warnings.simplefilter("ignore", DeprecationWarning)
-            run_side(side, Silent())
+            run_side(side, Reporter())
         dist.barrier()
     comparison = compare(options, folder)
     bad = [each for each in judge(comparison) if each.severity is not Severity.OK]

@@ -6,7 +6,6 @@ what it finds of each. A finding that is `ok` says what was measured.
 
 import collections
 import dataclasses
-import functools
 import re
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -45,20 +44,19 @@ _SLOW_NETWORK = 100e6  # bytes per second: a gigabit
 _PER_RANK = ("CUDA_VISIBLE_DEVICES",)  # that launchers give each rank on purpose
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Said:
-    """What a check says of one thing that it has looked at. where: unless it is the thing itself."""
+def _said(severity: Severity) -> Callable[..., Finding]:
+    """Say what a check finds of one thing that it has looked at. where: unless it is the thing itself."""
 
-    severity: Severity
-    measured: str
-    advice: str = ""
-    where: str = ""
+    def say(measured: str, advice: str = "", where: str = "") -> Finding:
+        return Finding("", severity, where, measured, advice)
+
+    return say
 
 
-_problem = functools.partial(Said, Severity.PROBLEM)
-_warning = functools.partial(Said, Severity.WARNING)
-_note = functools.partial(Said, Severity.NOTE)
-_ok = functools.partial(Said, Severity.OK)
+_problem = _said(Severity.PROBLEM)
+_warning = _said(Severity.WARNING)
+_note = _said(Severity.NOTE)
+_ok = _said(Severity.OK)
 
 
 class Check(NamedTuple):
@@ -70,13 +68,13 @@ class Check(NamedTuple):
 
     name: str
     look: Callable[[Examination], Iterable[tuple[str, Any]]]
-    says: Callable[[Examination, Any], Iterable[Said]]
+    says: Callable[[Examination, Any], Iterable[Finding]]
 
 
 def judge(exam: Examination) -> list[Finding]:
     """Return every finding, worst first; among equals, what ranks do together comes first."""
     found = [
-        Finding(check.name, said.severity, said.where or where, said.measured, said.advice)
+        dataclasses.replace(said, id=check.name, where=said.where or where)
         for check in CHECKS
         for where, looked_at in check.look(exam)
         for said in check.says(exam, looked_at)
@@ -86,7 +84,6 @@ def judge(exam: Examination) -> list[Finding]:
 
 
 def verdict_of(findings: Iterable[Finding]) -> Severity:
-    """Return the worst severity."""
     found = {each.severity for each in findings}
     return next((severity for severity in Severity if severity in found), Severity.OK)
 
@@ -127,7 +124,7 @@ def _results(_: Examination) -> Iterable[tuple[str, None]]:
 # Coming together
 
 
-def _start(exam: Examination, _: None) -> Iterator[Said]:
+def _start(exam: Examination, _: None) -> Iterator[Finding]:
     if exam.start_error:
         yield _problem(
             f"{counted(exam.num_ranks, 'rank')} cannot be started: {exam.start_error}",
@@ -140,8 +137,7 @@ def _came(exam: Examination) -> list[int]:
     return [each.rank for each in exam.arrivals]
 
 
-def _meeting(exam: Examination, _: None) -> Iterator[Said]:
-    """Say whether every rank came to the place where they meet."""
+def _meeting(exam: Examination, _: None) -> Iterator[Finding]:
     if exam.start_error:
         return
     if exam.meeting_error:
@@ -167,7 +163,7 @@ def _meeting(exam: Examination, _: None) -> Iterator[Said]:
         yield _ok(f"all came: {counted(exam.num_ranks, 'rank')}", where=exam.meeting_place)
 
 
-def _stuck(exam: Examination, _: None) -> Iterator[Said]:
+def _stuck(exam: Examination, _: None) -> Iterator[Finding]:
     if exam.stuck:
         yield _problem(
             f"no end of it within the time: {exam.stuck}",
@@ -179,8 +175,7 @@ def _stuck(exam: Examination, _: None) -> Iterator[Said]:
 # What ranks do together
 
 
-def _reached_hosts(exam: Examination, _: None) -> Iterator[Said]:
-    """Judge connections from host to host, at the addresses that Gloo tells."""
+def _reached_hosts(exam: Examination, _: None) -> Iterator[Finding]:
     labels = host_labels(exam.arrivals)
     knocks = [knock for each in exam.results for knock in each.knocks]
     failed = [knock for knock in knocks if knock.error]
@@ -196,18 +191,21 @@ def _reached_hosts(exam: Examination, _: None) -> Iterator[Said]:
         yield _ok(f"{connections}, each host to each other one", where="between hosts")
 
 
-def _gloo(exam: Examination, _: None) -> Iterator[Said]:
-    """Judge messages between pairs of ranks over Gloo."""
+def _gloo(exam: Examination, _: None) -> Iterator[Finding]:
     failed = [link for link in _links(exam) if link.error]
-    first_turn = min((link.turn for link in failed), default=0)
-    for link in failed:
-        if link.turn == first_turn:  # later ones may have failed because of these
+    ended: set[int] = set()
+    for link in sorted(failed, key=lambda link: link.turn):
+        if not ended & {
+            link.first,
+            link.second,
+        }:  # else it may have failed because of an earlier one
             yield _problem(
                 f"no message got through: {link.error}",
                 "Look for a rank that ended, a firewall, or an interface that only one of them has "
                 "(GLOO_SOCKET_IFNAME).",
                 _pair(exam, link),
             )
+        ended |= {link.first, link.second}
     for each in exam.results:
         if error := each.errors.get("gloo"):
             yield _problem(
@@ -223,7 +221,7 @@ def _gloo(exam: Examination, _: None) -> Iterator[Said]:
         yield _ok(f"{pairs}, median {timed(latency)} one way and {sized(speed)}/s", where=kind)
 
 
-def _link_speed(exam: Examination, _: None) -> Iterator[Said]:
+def _link_speed(exam: Examination, _: None) -> Iterator[Finding]:
     for kind, links in _links_by_kind(exam).items():
         speed = statistics.median(link.bytes_per_s for link in links)
         slow = [link for link in links if link.bytes_per_s < _SLOW * speed]
@@ -270,7 +268,7 @@ def _pair(exam: Examination, link: Link) -> str:
     return f"rank {link.first} of {first} and rank {link.second} of {second}"
 
 
-def _clocks(exam: Examination, _: None) -> Iterator[Said]:
+def _clocks(exam: Examination, _: None) -> Iterator[Finding]:
     """Compare the hosts' clocks with that of the first rank's host."""
     if not _links(exam):  # without any message, that is the finding
         return
@@ -301,8 +299,7 @@ def _clocks(exam: Examination, _: None) -> Iterator[Said]:
             yield _ok(measured, where=label)
 
 
-def _nccl(exam: Examination, _: None) -> Iterator[Said]:
-    """Judge all-reduces over NCCL, of each host's ranks and of all."""
+def _nccl(exam: Examination, _: None) -> Iterator[Finding]:
     for each in exam.results:
         if why_not := each.errors.get("nccl"):
             yield _note(f"NCCL was not tried: {why_not}", where=at(exam, [each.rank]))
@@ -331,7 +328,7 @@ def _steps(exam: Examination) -> Iterable[tuple[str, Communication]]:
     return [(at(exam, one.ranks), one) for one in tried]
 
 
-def _communication(exam: Examination, tried: Communication) -> Iterator[Said]:
+def _communication(exam: Examination, tried: Communication) -> Iterator[Finding]:
     """Judge what fullshard chose for a small model, which was trained for a step."""
     labels = host_labels(exam.arrivals)
     chosen = f"on {tried.device} fullshard takes: {tried.chosen}"
@@ -354,11 +351,9 @@ def _communication(exam: Examination, tried: Communication) -> Iterator[Said]:
 # Whether ranks are alike
 
 
-def _versions(exam: Examination, _: None) -> Iterator[Said]:
-    """Compare versions of fullshard, torch and what they are built on."""
-    compared = {"fullshard": {each.rank: each.fullshard for each in exam.arrivals}}
-    for name in sorted({name for each in exam.ranks for name in each.versions} - {"fullshard"}):
-        compared[name] = {each.rank: each.versions.get(name, "none") for each in exam.ranks}
+def _versions(exam: Examination, _: None) -> Iterator[Finding]:
+    of_all = {"fullshard": {each.rank: each.fullshard for each in exam.arrivals}}
+    compared = of_all | _by_name(exam, lambda each: each.versions, "none") | of_all
     differing = _differing(compared)
     for name, values in differing.items():
         measured = f"{name} differs: {_by_value(exam, values)}"
@@ -373,13 +368,10 @@ def _versions(exam: Examination, _: None) -> Iterator[Said]:
         yield _ok(f"alike: {', '.join(compared)}")
 
 
-def _packages(exam: Examination, _: None) -> Iterator[Said]:
-    """Compare the packages that are installed where the ranks run."""
-    reported = {"fullshard", "torch"}  # by _versions
-    names = sorted({name for each in exam.ranks for name in each.packages} - reported)
-    compared = {
-        name: {each.rank: each.packages.get(name, "none") for each in exam.ranks} for name in names
-    }
+def _packages(exam: Examination, _: None) -> Iterator[Finding]:
+    compared = _by_name(exam, lambda each: each.packages, "none")
+    for reported in ("fullshard", "torch"):  # by _versions
+        compared.pop(reported, None)
     differing = _differing(compared)
     decisive = [name for name in differing if name in _DECISIVE or name.startswith("nvidia-")]
     others = [name for name in differing if name not in decisive]
@@ -387,22 +379,16 @@ def _packages(exam: Examination, _: None) -> Iterator[Said]:
         if chosen:
             said = [f"{n}: {_by_value(exam, differing[n])}" for n in chosen[:_MOST_NAMED]]
             more = len(chosen) - len(said)
-            yield Said(
-                severity,
+            yield _said(severity)(
                 "; ".join(said) + (f"; and {more} more (--json has all)" if more else ""),
                 "Install from one list of pinned versions everywhere, or use one container image.",
             )
     if not differing:
-        yield _ok(f"{len(names)} packages, alike")
+        yield _ok(f"{len(compared)} packages, alike")
 
 
-def _variables(exam: Examination, _: None) -> Iterator[Said]:
-    """Compare the environment variables that matter."""
-    names = sorted({name for each in exam.ranks for name in each.environment})
-    compared = {
-        name: {each.rank: each.environment.get(name, "(unset)") for each in exam.ranks}
-        for name in names
-    }
+def _variables(exam: Examination, _: None) -> Iterator[Finding]:
+    compared = _by_name(exam, lambda each: each.environment, "(unset)")
     for name, values in _differing(compared).items():
         measured = f"{name} differs: {_by_value(exam, values)}"
         if name in _PER_RANK:
@@ -415,7 +401,7 @@ def _variables(exam: Examination, _: None) -> Iterator[Said]:
             yield _warning(measured, "Export it alike on every host, or nowhere.")
 
 
-def _devices_alike(exam: Examination, _: None) -> Iterator[Said]:
+def _devices_alike(exam: Examination, _: None) -> Iterator[Finding]:
     devices = {}
     for each in exam.ranks:
         counts = collections.Counter(device.name for device in each.devices.found)
@@ -426,6 +412,17 @@ def _devices_alike(exam: Examination, _: None) -> Iterator[Said]:
             f"devices differ: {_by_value(exam, devices)}",
             "Ranks have to be alike: all with a GPU or none, and the slowest sets the pace.",
         )
+
+
+def _by_name(
+    exam: Examination, values_of: Callable[[RankFacts], Mapping[str, str]], lacking: str
+) -> dict[str, Mapping[int, str]]:
+    """Return each rank's value of each name that a rank has. lacking: in place of one that is not there."""
+    names = sorted({name for each in exam.ranks for name in values_of(each)})
+    return {
+        name: {each.rank: values_of(each).get(name, lacking) for each in exam.ranks}
+        for name in names
+    }
 
 
 def _differing(compared: Mapping[str, Mapping[int, str]]) -> dict[str, Mapping[int, str]]:
@@ -444,8 +441,7 @@ def _by_value(exam: Examination, values: Mapping[int, str]) -> str:
 # What each process and each machine has
 
 
-def _torch(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
-    """Judge whether fullshard runs with the installed torch."""
+def _torch(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     version = ranks[0].versions["torch"]
     numbers = re.match(r"(\d+)\.(\d+)", version)
     release = tuple(map(int, numbers.groups())) if numbers else None
@@ -459,8 +455,7 @@ def _torch(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
         yield _ok(f"torch {version}")
 
 
-def _backends(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
-    """Judge whether torch has what moves bytes between ranks."""
+def _backends(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     backends = ranks[0].backends
     needed = ("gloo", "nccl") if ranks[0].devices.found else ("gloo",)
     lacking = [name for name in needed if name not in backends]
@@ -471,8 +466,7 @@ def _backends(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
         yield _ok(measured)
 
 
-def _devices(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
-    """Judge the CUDA devices of a host: there, enough, and alike."""
+def _devices(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     first = ranks[0]
     devices = first.devices.found
     if not devices and first.devices.has_driver:
@@ -504,7 +498,7 @@ def _devices(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
         yield _ok(measured)
 
 
-def _peer_access(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
+def _peer_access(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     devices = ranks[0].devices
     without = devices.no_access
     if without:
@@ -518,7 +512,7 @@ def _peer_access(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
         yield _ok("every device reaches every other's memory")
 
 
-def _device_memory(_: Examination, rank: RankFacts) -> Iterator[Said]:
+def _device_memory(_: Examination, rank: RankFacts) -> Iterator[Finding]:
     devices = rank.devices
     if devices.current is None or devices.free_nbytes is None:
         return
@@ -547,8 +541,7 @@ def _cores_of(ranks: Sequence[RankFacts]) -> _Cores:
     return _Cores(cores, said, max(ranks[0].num_local_ranks, len(ranks)))
 
 
-def _threads(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
-    """Judge whether the threads of a host's ranks fit its cores."""
+def _threads(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     cores = _cores_of(ranks)
     threads = max(each.threads for each in ranks)
     measured = (
@@ -564,7 +557,7 @@ def _threads(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
         yield _ok(measured)
 
 
-def _cores(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
+def _cores(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     cores = _cores_of(ranks)
     if cores.num_ranks > cores.number:
         yield _warning(
@@ -573,7 +566,7 @@ def _cores(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
         )
 
 
-def _memory(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
+def _memory(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     machine = ranks[0].machine
     total, free = machine.memory_nbytes, machine.memory_free_nbytes
     if total is None or free is None:
@@ -592,7 +585,7 @@ def _memory(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
         yield _ok(measured)
 
 
-def _overcommit(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
+def _overcommit(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Judge whether the system promises more memory than it has, which programs count on."""
     if ranks[0].machine.overcommit == _STRICT_OVERCOMMIT:
         yield _warning(
@@ -602,7 +595,7 @@ def _overcommit(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
         )
 
 
-def _shm(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
+def _shm(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Judge /dev/shm, which NCCL and data loaders use, and fullshard does not."""
     machine = ranks[0].machine
     if machine.shm_nbytes is None or machine.shm_free_nbytes is None:
@@ -612,16 +605,15 @@ def _shm(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
     if (machine.shm_free_nbytes or 0) >= _LITTLE_SHM_NBYTES:
         yield _ok(had)
         return
-    yield Said(
-        Severity.WARNING if ranks[0].devices.found else Severity.NOTE,
+    say = _warning if ranks[0].devices.found else _note
+    yield say(
         f"{had}; fullshard does not use it (its shared memory has no name in any file system), but "
         "NCCL and the workers of a DataLoader do",
         "Give containers more: `docker run --shm-size=1g`, or a memory volume at /dev/shm.",
     )
 
 
-def _open_files(exam: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
-    """Judge whether a rank may open the files that its connections take."""
+def _open_files(exam: Examination, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     limits = ranks[0].limits
     if limits.open_files is None:
         yield _ok("no limit on open files")
@@ -648,7 +640,7 @@ def _locks_for_infiniband(rank: RankFacts) -> bool:
     return rank.machine.has_infiniband and bool(rank.devices.found)
 
 
-def _memlock(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
+def _memlock(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Judge the limit on locked memory, which only InfiniBand and RoCE need."""
     limit = ranks[0].limits.locked_nbytes
     if limit is None:
@@ -663,8 +655,7 @@ def _memlock(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
         )
 
 
-def _tasks(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
-    """Judge whether a host's ranks may start their threads."""
+def _tasks(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     machine = ranks[0].machine
     num_ranks = max(ranks[0].num_local_ranks, len(ranks))
     needed = num_ranks * (max(each.threads for each in ranks) + _OTHER_TASKS)
@@ -685,7 +676,7 @@ def _tasks(_: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
         yield _ok(f"{measured}; ranks take about {needed}")
 
 
-def _host_name(exam: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
+def _host_name(exam: Examination, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Judge the address that Gloo would tell other hosts: it asks for the one of the host's own name."""
     machine = ranks[0].machine
     chosen = ranks[0].environment.get("GLOO_SOCKET_IFNAME")
@@ -716,8 +707,7 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def _environment(exam: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
-    """Name variables whose values are known to hurt."""
+def _environment(exam: Examination, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     ranks_with: dict[tuple[_Harm, str], list[int]] = {}
     for each in ranks:
         for harm in _HARMS:
@@ -726,125 +716,103 @@ def _environment(exam: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said
                 ranks_with.setdefault((harm, value), []).append(each.rank)
     for (harm, value), harmed in ranks_with.items():
         measured = f"{harm.name}={value}: {harm.effect}"
-        yield Said(harm.severity, measured, harm.advice, at(exam, harmed))
+        yield _said(harm.severity)(measured, harm.advice, at(exam, harmed))
     if not ranks_with:
         yield _ok("no variable that is known to hurt")
-
-
-class _Harm(NamedTuple):
-    """A value of a variable that hurts, how, and what to do instead."""
-
-    name: str
-    is_harmful: Callable[[str], bool]
-    severity: Severity
-    effect: str
-    advice: str
 
 
 def _is_on(value: str) -> bool:
     return value.strip().lower() not in ("", "0", "n", "no", "false", "off")
 
 
+class _Harm(NamedTuple):
+    """A value of a variable that hurts, how, and what to do instead."""
+
+    name: str
+    effect: str
+    advice: str = "Unset it."
+    is_harmful: Callable[[str], bool] = _is_on
+    severity: Severity = Severity.WARNING
+
+
 def _is(*values: str) -> Callable[[str], bool]:
     return lambda value: value.strip().upper() in values
-
-
-def _is_cuda_malloc_async(value: str) -> bool:
-    return "cudaMallocAsync" in value
 
 
 _HARMS = (
     _Harm(
         "CUDA_LAUNCH_BLOCKING",
-        _is_on,
-        Severity.WARNING,
         "the host waits for every kernel, so nothing overlaps",
         "Unset it; it is for finding the kernel that fails.",
     ),
     _Harm(
         "CUDA_DEVICE_MAX_CONNECTIONS",
-        _is("1"),
-        Severity.WARNING,
         "one queue for all streams keeps communication from overlapping with compute",
         "Unset it; it is meant for tensor parallelism without sharded parameters.",
+        _is("1"),
     ),
     _Harm(
         "NCCL_P2P_DISABLE",
-        _is_on,
-        Severity.WARNING,
         "GPUs of a host exchange data through host memory",
         "Unset it, unless GPUs of this host hang without it.",
     ),
     _Harm(
         "NCCL_SHM_DISABLE",
-        _is_on,
-        Severity.WARNING,
         "GPUs of a host that cannot reach each other exchange data through the network",
         "Unset it, and give /dev/shm room (docker: --shm-size=1g).",
     ),
     _Harm(
         "NCCL_IB_DISABLE",
-        _is_on,
-        Severity.NOTE,
         "hosts exchange data over TCP, also where there is InfiniBand or RoCE",
         "Unset it where there is such a network.",
+        severity=Severity.NOTE,
     ),
     _Harm(
         "NCCL_DEBUG",
-        _is("INFO", "TRACE"),
-        Severity.NOTE,
         "every rank logs what NCCL does",
         "Set it to WARN once NCCL works.",
+        _is("INFO", "TRACE"),
+        Severity.NOTE,
     ),
     _Harm(
         "TORCH_DISTRIBUTED_DEBUG",
-        _is("DETAIL"),
-        Severity.WARNING,
         "torch compares every collective on all ranks before it runs, over Gloo",
         "Unset it; fullshard compares ranks by itself at a fraction of the cost.",
+        _is("DETAIL"),
     ),
     _Harm(
         "TORCH_NCCL_BLOCKING_WAIT",
-        _is_on,
-        Severity.WARNING,
         "the host waits for each collective of NCCL, so nothing overlaps",
-        "Unset it.",
     ),
     _Harm(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        _is("0"),
-        Severity.WARNING,
         "ranks wait for ever in a collective of NCCL whose peer has failed",
-        "Unset it.",
+        is_harmful=_is("0"),
     ),
     _Harm(
         "PYTORCH_NO_CUDA_MEMORY_CACHING",
-        _is_on,
-        Severity.WARNING,
         "every allocation on a GPU waits for it",
         "Unset it; it is for memory checkers.",
     ),
     *(
         _Harm(
             name,
-            _is_cuda_malloc_async,
-            Severity.NOTE,
             "ranks that share a GPU cannot share its memory with this allocator",
-            "Unset it.",
+            is_harmful=lambda value: "cudaMallocAsync" in value,
+            severity=Severity.NOTE,
         )
         for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     ),
     _Harm(
         "FULLSHARD_DEBUG",
-        _is_on,
-        Severity.NOTE,
         "ranks compare what they do at every unit, which costs a small collective each",
         "Unset it once the place where ranks part is found.",
+        severity=Severity.NOTE,
     ),
 )
 
 
-def _py_spy(exam: Examination, ranks: Sequence[RankFacts]) -> Iterator[Said]:
+def _py_spy(exam: Examination, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Say where stacks of stopped ranks cannot be had."""
     lacking = [each.rank for each in ranks if not each.has_py_spy]
     if lacking:

@@ -125,7 +125,7 @@ class Arrival:
 class Link:
     """Two ranks that sent each other messages over Gloo.
 
-    turn: of the exchange; after a pair that fails, later ones may fail for that alone.
+    turn: in the order of all pairs; after one that fails, later ones of its ranks may fail for that alone.
     clock_offset_s: by how much the second one's clock is ahead, give or take clock_error_s.
     error: why they could not; the measurements are 0 then.
     """
@@ -176,7 +176,7 @@ class Results:
 
     rank: int
     links: tuple[Link, ...] = ()
-    knocks: tuple[Knock, ...] = ()
+    knocks: Sequence[Knock] = ()
     collectives: tuple[Collective, ...] = ()
     communications: tuple[Communication, ...] = ()
     open_files: int | None = None

@@ -6,9 +6,10 @@ import platform
 import resource
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import torch
@@ -20,9 +21,11 @@ from fullshard.tools.doctor.facts import Device, Devices, Limits, Machine, RankF
 from fullshard.tools.launch import Place
 from fullshard.versions import VERSION
 
+T = TypeVar("T")
+
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 _DRIVER = Path("/proc/driver/nvidia/version")
-_SHM = Path("/dev/shm")
+_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "FULLSHARD_", "UCX_", "FI_", "KMP_")
 _NAMES = {
     *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
@@ -58,27 +61,32 @@ def relevant(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def _if_told(read: Callable[[], T]) -> T | None:
+    """Return what is read; None where the system does not tell."""
+    try:
+        return read()
+    except (AttributeError, OSError, RuntimeError, ValueError, psutil.Error):
+        return None
+
+
 def count_open_files() -> int | None:
     """Count the descriptors that this process has open."""
-    with contextlib.suppress(OSError, psutil.Error):
-        return int(psutil.Process().num_fds())
-    return None
+    return _if_told(lambda: int(psutil.Process().num_fds()))
 
 
 def _look_at_machine() -> Machine:
     """Gather the facts about this host, as this process's container shows it."""
     quotas = read_quotas()
-    memory = shm = None
-    with contextlib.suppress(OSError, RuntimeError):
-        memory = psutil.virtual_memory()
-    with contextlib.suppress(OSError):
-        shm = psutil.disk_usage(str(_SHM))
+    memory = _if_told(psutil.virtual_memory)
+    shm = _if_told(lambda: psutil.disk_usage("/dev/shm"))
+    cores = _if_told(lambda: len(psutil.Process().cpu_affinity()))  # not told on macOS
     name = socket.gethostname()
+    found = _if_told(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)) or ()
     return Machine(
         name=name,
-        boot_id=_boot_id(),
+        boot_id=_if_told(lambda: f"{boot_id()} {pid_namespace()}") or "",
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        cores=_cores(),
+        cores=cores or psutil.cpu_count() or 1,
         core_quota=quotas.cores,
         memory_nbytes=memory.total if memory else None,
         memory_free_nbytes=memory.available if memory else None,
@@ -86,42 +94,13 @@ def _look_at_machine() -> Machine:
         memory_used_nbytes=quotas.memory_used_nbytes,
         shm_nbytes=shm.total if shm else None,
         shm_free_nbytes=shm.free if shm else None,
-        overcommit=_overcommit(),
+        overcommit=_if_told(lambda: int(_OVERCOMMIT.read_text())),
         tasks=quotas.tasks,
         max_tasks=quotas.max_tasks,
         has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
-        addresses=_addresses(name),
+        addresses=tuple(dict.fromkeys(str(address[0]) for *_, address in found)),
         interfaces=read_addresses(),
     )
-
-
-def _boot_id() -> str:
-    """Return what tells this machine and its containers from others."""
-    with contextlib.suppress(OSError):
-        return f"{boot_id()} {pid_namespace()}"
-    return ""
-
-
-def _cores() -> int:
-    """Count the cores that this process may run on."""
-    try:
-        return len(psutil.Process().cpu_affinity())
-    except AttributeError:  # not on macOS
-        return psutil.cpu_count() or 1
-
-
-def _overcommit() -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        return int(Path("/proc/sys/vm/overcommit_memory").read_text())
-    return None
-
-
-def _addresses(name: str) -> tuple[str, ...]:
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return ()
-    return tuple(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
 def _limits() -> Limits:

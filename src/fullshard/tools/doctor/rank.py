@@ -9,12 +9,13 @@ first of those that came. A step that hangs is ended by a timer, with a report o
 import contextlib
 import dataclasses
 import datetime
-import os
+import functools
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,12 +31,12 @@ from fullshard.tools.doctor.together import (
     join,
     knock_at_hosts,
     measure_links,
-    plan_turns,
+    plan_pairs,
     reduce_over_nccl,
     try_fullshard,
 )
 from fullshard.tools.exits import Exit
-from fullshard.tools.launch import Place
+from fullshard.tools.launch import Place, leave
 from fullshard.tools.progress import Reporter, Reporting
 from fullshard.versions import VERSION
 
@@ -59,8 +60,7 @@ def run_rank(
         except dist.DistError as error:
             report.end()
             _say(f"rank {place.rank} lost the ranks' meeting place: {error}. See rank 0's report.")
-            _leave(Exit.FAILED)
-            raise
+            leave(Exit.FAILED)
 
 
 def report_without_ranks(
@@ -165,9 +165,8 @@ class _Rank:
                 limit = datetime.timedelta(seconds=self._timeout_s + _SLACK_S)
                 meeting.store.wait(["over"], limit)
         if not is_well:
-            # Not by way of destroy_process_group, which may wait for ranks that will not come.
             self._report.end()
-            _leave(code)
+            leave(code)
         if dist.is_initialized():
             dist.destroy_process_group()
         return code
@@ -177,7 +176,7 @@ class _Rank:
         self._exam.stuck = what
         self._exam.results = (self._results,)
         _say(f"rank {self._place.rank} hangs: {what}")
-        _leave(self._show() if self._place.rank == 0 else Exit.FAILED)
+        leave(self._show() if self._place.rank == 0 else Exit.FAILED)
 
     def _show(self) -> Exit:
         self._timer.cancel()
@@ -194,21 +193,39 @@ class _Rank:
             by_host.setdefault((each.host, each.boot_id), []).append(each.rank)
         hosts = list(by_host.values())
         scopes = hosts if len(hosts) == 1 else [*hosts, list(range(self._place.num_ranks))]
-        return (
-            self._knock(meeting, hosts)
-            and self._connect(meeting)
-            and self._exchange(meeting, hosts)
-            and self._reduce(meeting, scopes)
-            and self._shard(meeting, scopes)
-        )
-
-    def _knock(self, meeting: Meeting, hosts: Sequence[Sequence[int]]) -> bool:
-        if len(hosts) == 1:
-            return True
-        self._step(f"connecting {counted(len(hosts), 'host')}", self._timeout_s)
         leaders = [ranks[0] for ranks in hosts]
-        self._results.knocks, all_good = knock_at_hosts(meeting, self._facts, leaders)
-        return all_good
+        devices = dict.fromkeys([torch.device("cpu"), self._device])
+        tried, limit = functools.partial(self._tried, meeting), self._timeout_s
+        knock = functools.partial(knock_at_hosts, meeting, self._facts, leaders)
+
+        def shard() -> Sequence[Any]:
+            return tuple(one for device in devices for one in try_fullshard(scopes, device))
+
+        what = f"connecting {counted(len(hosts), 'host')}"
+        if len(hosts) > 1 and not tried("knocks", what, limit, knock):
+            return False
+        if not self._connect(meeting):
+            return False
+        exchange = functools.partial(measure_links, self._place.rank, plan_pairs(hosts))
+        seconds = limit + 2 * self._place.num_ranks
+        if not tried("links", "exchanging messages between ranks", seconds, exchange):
+            return False
+        reduce = functools.partial(reduce_over_nccl, scopes, self._device, limit)
+        if self._may_try_nccl() and not tried(
+            "collectives", "summing over NCCL", limit * len(scopes), reduce
+        ):
+            return False
+        what = "training a small sharded model for a step"
+        return tried("communications", what, 2 * limit, shard)
+
+    def _tried(
+        self, meeting: Meeting, name: str, what: str, seconds: float, look: Callable[[], Any]
+    ) -> bool:
+        """Keep what is found, as the results of that name; return whether it is free of errors on all ranks."""
+        self._step(what, seconds)
+        found = look()
+        setattr(self._results, name, found)
+        return self._arrive(meeting, name, is_well=not any(each.error for each in found))
 
     def _connect(self, meeting: Meeting) -> bool:
         """Make the process group of all ranks."""
@@ -228,36 +245,16 @@ class _Rank:
             self._results.errors = {"gloo": str(error).splitlines()[0]}
         return self._arrive(meeting, "gloo", is_well=not self._results.errors)
 
-    def _exchange(self, meeting: Meeting, hosts: Sequence[Sequence[int]]) -> bool:
-        """Send messages between pairs of ranks."""
-        turns = plan_turns(hosts)
-        self._step("exchanging messages between ranks", self._timeout_s + len(turns))
-        self._results.links = links = measure_links(self._place.rank, turns)
-        return self._arrive(meeting, "links", is_well=not any(link.error for link in links))
-
-    def _reduce(self, meeting: Meeting, scopes: Sequence[Sequence[int]]) -> bool:
-        """Try NCCL, where each rank has a GPU of its own."""
+    def _may_try_nccl(self) -> bool:
+        """Say whether each rank has a GPU of its own, and note if that alone is what lacks."""
         gpus = [(each.boot_id, each.gpu) for each in self._exam.arrivals]
         if not all(gpu for _, gpu in gpus) or self._place.num_ranks == 1:
-            return True
-        is_built = "nccl" in self._facts.backends
-        if len(set(gpus)) < len(gpus) or not is_built:
+            return False
+        is_built, is_shared = "nccl" in self._facts.backends, len(set(gpus)) < len(gpus)
+        if (is_shared or not is_built) and self._place.rank == 0:
             why = "ranks share a GPU" if is_built else "this torch is built without it"
-            if self._place.rank == 0:
-                self._results.errors = {"nccl": why}
-            return True
-        self._step("summing over NCCL", self._timeout_s * len(scopes))
-        collectives = reduce_over_nccl(scopes, self._device, self._timeout_s)
-        self._results.collectives = collectives
-        return self._arrive(meeting, "nccl", is_well=not any(one.error for one in collectives))
-
-    def _shard(self, meeting: Meeting, scopes: Sequence[Sequence[int]]) -> bool:
-        """Train a small sharded model for a step, on the CPU and on GPUs."""
-        self._step("training a small sharded model for a step", 2 * self._timeout_s)
-        devices = dict.fromkeys([torch.device("cpu"), self._device])
-        tried = tuple(one for device in devices for one in try_fullshard(scopes, device))
-        self._results.communications = tried
-        return self._arrive(meeting, "fullshard", is_well=not any(one.error for one in tried))
+            self._results.errors = {"nccl": why}
+        return is_built and not is_shared
 
     # Small things
 
@@ -295,9 +292,3 @@ class _Rank:
 
 def _say(text: str) -> None:
     print(f"fullshard doctor: {text}", file=sys.stderr, flush=True)
-
-
-def _leave(code: Exit) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -8,6 +8,7 @@ import concurrent.futures
 import contextlib
 import datetime
 import functools
+import itertools
 import pickle
 import socket
 import time
@@ -129,13 +130,10 @@ def _first_line(error: Exception) -> str:
 # From host to host, by plain TCP
 
 
-def knock_at_hosts(
-    meeting: Meeting, facts: RankFacts, leaders: Sequence[int]
-) -> tuple[tuple[Knock, ...], bool]:
-    """Connect from each host to each other one, at the address that Gloo would use.
+def knock_at_hosts(meeting: Meeting, facts: RankFacts, leaders: Sequence[int]) -> list[Knock]:
+    """Connect from each host to each other one, at the address that Gloo would use. Collective.
 
-    leaders: the first rank of each host. Collective. Returns what this rank's host found, and
-    whether every host reached all others.
+    leaders: the first rank of each host.
     """
     is_leader = facts.rank in leaders
     knocks: list[Knock] = []
@@ -146,8 +144,8 @@ def knock_at_hosts(
         if is_leader and is_open:
             doors = {rank: meeting.posted("door", rank) for rank in leaders if rank != facts.rank}
             knocks = _knock(facts.rank, doors)
-        all_good = meeting.arrive("knocks", is_well=not any(knock.error for knock in knocks))
-    return tuple(knocks), all_good
+        meeting.arrive("knocked")  # all doors stay open until then
+    return knocks
 
 
 @contextlib.contextmanager
@@ -190,48 +188,35 @@ def _address(facts: RankFacts) -> str:
 # From rank to rank, over Gloo
 
 
-def plan_turns(hosts: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
-    """Plan which ranks exchange messages, in turns of which each has a rank in one pair at most.
+def plan_pairs(hosts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Plan which ranks exchange messages; each goes through its own pairs in this order, so that partners meet.
 
     hosts: the ranks of each host. Each rank meets each other one, up to `MOST_RANKS`. Of more, all ranks of a host
-    meet, and the first ones of hosts: turns grow with hosts and with ranks of a host, not with their product.
+    meet, and the first ones of hosts. Pairs of one sum have no rank in common, and exchange at the same time.
     """
-    everybody = sorted(rank for ranks in hosts for rank in ranks)
-    if len(everybody) <= MOST_RANKS:
-        return _meet([everybody])
-    return [*_meet([[ranks[0] for ranks in hosts]]), *_meet(hosts)]
+    everybody = [rank for ranks in hosts for rank in ranks]
+    circles = [everybody]
+    if len(everybody) > MOST_RANKS:
+        circles = [[ranks[0] for ranks in hosts], *map(list, hosts)]
+    pairs = (itertools.combinations(sorted(circle), 2) for circle in circles)
+    return [pair for of_circle in pairs for pair in sorted(of_circle, key=sum)]
 
 
-def _meet(circles: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
-    """Pair all members of each circle with each other.
-
-    In turn t the members number i and j meet for which i + j = t, modulo the circle's size: each i has one j.
-    """
-    size = max(map(len, circles))
-    turns: list[list[tuple[int, int]]] = [[] for _ in range(size)]
-    for members in circles:
-        for j, second in enumerate(members):
-            for i, first in enumerate(members[:j]):
-                turns[(i + j) % len(members)].append((first, second))
-    return [turn for turn in turns if turn]
-
-
-def measure_links(rank: int, turns: Sequence[Sequence[tuple[int, int]]]) -> tuple[Link, ...]:
-    """Exchange messages with this rank's partner of each turn, until one fails. Collective.
+def measure_links(rank: int, pairs: Sequence[tuple[int, int]]) -> tuple[Link, ...]:
+    """Exchange messages with this rank's partner of each pair, until one fails. Collective.
 
     Returns links that this rank led, or could not make.
     """
     links = []
-    for turn, pairs in enumerate(turns):
-        for first, second in pairs:
-            try:
-                if rank == first:
-                    links.append(_lead(first, second, turn))
-                elif rank == second:
-                    _follow(first)
-            except RuntimeError as error:
-                links.append(Link(first, second, turn, error=_first_line(error)))
-                return tuple(links)
+    for turn, (first, second) in enumerate(pairs):
+        try:
+            if rank == first:
+                links.append(_lead(first, second, turn))
+            elif rank == second:
+                _follow(first)
+        except RuntimeError as error:
+            links.append(Link(first, second, turn, error=_first_line(error)))
+            break
     return tuple(links)
 
 

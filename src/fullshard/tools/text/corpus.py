@@ -1,25 +1,74 @@
-"""Training text: files of bytes seen as one long string, and windows drawn from it.
+"""What the training loop is given of text, and text as bytes: files seen as one long string, and windows drawn from it.
 
-The tokenizer is the identity on bytes, so a token is a byte and a loss is in nats per byte.
+The tokenizer is the identity on bytes, so a token is a byte and a loss is in nats per byte. Text as packed documents
+has the same methods (`PackedText`). Steps and sequences count from zero.
 """
 
 import dataclasses
 import hashlib
+import math
 import struct
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from rich.filesize import decimal
+from torch import Tensor
 
 from fullshard.tools.text.documents import Source
-from fullshard.tools.text.interface import Batch, Survey, survey_of
 
 NUM_BYTES = 256
+IGNORED = -100
+"""In the place of a token that is not to be predicted; what `cross_entropy` leaves out."""
+
+
+class Batch(NamedTuple):
+    """Sequences of text, each tensor (sequences, tokens) of int64.
+
+    positions: of tokens in their documents, each of which sees itself alone; None where each row is one.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    positions: Tensor | None = None
+
+
+class Survey(NamedTuple):
+    """Entropy of single tokens in nats, which a model must beat to have learnt any context, and a
+    fingerprint that tells one text from another."""
+
+    unigram_entropy: float
+    fingerprint: str
+
+
+def survey_of(
+    read: Callable[[int, int], npt.NDArray[Any]],
+    size: int,
+    num_kinds: int,
+    digest: Any,
+    *,
+    most: int,
+    block: int,
+) -> Survey:
+    """Count tokens, and add them to a digest of what else tells the text from another.
+
+    read: gives tokens from a place on, as many as there are, at most so many. Text of more than `most` tokens is
+    read in blocks that are spread evenly.
+    """
+    num_blocks = math.ceil(min(size, most) / block)
+    stride = max(block, size // num_blocks)
+    counts = np.zeros(num_kinds, np.int64)
+    for number in range(num_blocks):
+        part = read(number * stride, block)
+        digest.update(part.tobytes())
+        counts += np.bincount(part, minlength=num_kinds)
+    odds = counts[counts > 0] / counts.sum()
+    return Survey(float(-(odds * np.log(odds)).sum()), digest.hexdigest())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +90,6 @@ class ByteText:
     seed: int
     num_sequences: int
     remarks: Sequence[str]
-    vocab_size: int = NUM_BYTES
     end_token: None = None
 
     @property
@@ -58,6 +106,7 @@ class ByteText:
 
     @property
     def size(self) -> str:
+        """How much text there is, in words."""
         return f"{self.nbytes} bytes"
 
     def read(self, start: int, nbytes: int) -> bytes:
@@ -85,6 +134,7 @@ class ByteText:
         return survey_of(read, self.nbytes, NUM_BYTES, digest, most=most, block=block)
 
     def notes(self) -> list[str]:
+        """Say what a person should know about the text: how much there is, and what was left out."""
         num_files = len(self.paths)
         said = [
             f"corpus: {decimal(self.nbytes)} in {num_files} "
@@ -109,28 +159,37 @@ class ByteText:
         return drawn % (self.train_nbytes - self.seq)
 
     def batch(self, step: int, indices: range) -> Batch:
+        """Return some of the sequences of a step, which are the same however ranks share them."""
         return self._batch([self.start(step, index) for index in indices])
 
     def num_targets(self, step: int) -> int:
+        """Return how many tokens all sequences of a step predict."""
         return self.batch_size * self.seq
 
     def held_out(self, indices: range) -> Batch:
-        """Return sequences that are spread evenly over the text held out; where it is short they overlap."""
+        """Return some of the sequences that are held out, the same every time; beyond the end the last one.
+
+        They are spread evenly; where the text is short they overlap.
+        """
         room, last = self.val_nbytes - self.seq - 1, self.num_sequences - 1
         first = self.train_nbytes
         return self._batch([first + min(index, last) * room // max(1, last) for index in indices])
 
     @property
     def num_held_out(self) -> int:
+        """How many sequences are held out and measured."""
         return self.num_sequences if self.val_nbytes else 0
 
     def num_held_out_targets(self) -> int:
+        """Return how many tokens these predict."""
         return self.num_sequences * self.seq
 
     def epochs(self, steps: int) -> float | None:
+        """Return how often the text has been seen after so many steps; None where it is drawn at random."""
         return None
 
     def encode(self, prompt: str) -> list[int]:
+        """Return the tokens with which a sample begins."""
         return list(prompt.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -17,7 +17,6 @@ from fullshard.tools.text.finding import (
     find_sources,
     python_library,
 )
-from fullshard.tools.text.interface import Text
 from fullshard.tools.text.packed import (
     HeldOut,
     PackedText,
@@ -27,6 +26,8 @@ from fullshard.tools.text.packed import (
 )
 from fullshard.tools.text.tokenizer import Tokenizer
 from fullshard.tools.text.tokens import Tokens, tokenized
+
+Text = ByteText | PackedText
 
 
 def open_text(config: TrainConfig, tokenizer: Tokenizer | None, *, cache: Path) -> Text:

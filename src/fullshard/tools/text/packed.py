@@ -24,7 +24,7 @@ from rich.filesize import decimal
 
 import fullshard
 from fullshard.tools.text.cache import CorpusError
-from fullshard.tools.text.interface import IGNORED, Batch, Survey, survey_of
+from fullshard.tools.text.corpus import IGNORED, Batch, Survey, survey_of
 from fullshard.tools.text.tokenizer import FILE, Tokenizer
 from fullshard.tools.text.tokens import Tokens
 
@@ -123,7 +123,7 @@ class HeldOut(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PackedText:
-    """Documents packed into sequences.
+    """Documents packed into sequences, with the methods of `ByteText`.
 
     across: whether documents of a sequence see those before them. remarks: what else a person should know.
     """
@@ -135,10 +135,6 @@ class PackedText:
     held: HeldOut | None
     across: bool
     remarks: Sequence[str]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.tokenizer.vocab_size
 
     @property
     def size(self) -> str:
@@ -163,7 +159,7 @@ class PackedText:
         return survey_of(
             lambda start, count: tokens.read([start], count)[0],
             len(tokens),
-            self.vocab_size,
+            self.tokenizer.vocab_size,
             digest,
             most=_SURVEY_SIZE,
             block=_BLOCK_SIZE,
@@ -178,7 +174,7 @@ class PackedText:
             f"{self.held.num_sequences:,} are measured"
         )
         return [
-            f"text: {self.size} of {self.vocab_size:,} kinds in {num_documents:,} "
+            f"text: {self.size} of {self.tokenizer.vocab_size:,} kinds in {num_documents:,} "
             f"document{'s' if num_documents != 1 else ''}, {num_files:,} file{'s' if num_files != 1 else ''} "
             f"({decimal(self.tokens.nbytes)}, kept in {self.tokens.folder}); unigram entropy "
             f"{self.survey.unigram_entropy:.3f} nats per token",
