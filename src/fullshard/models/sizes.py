@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a model, a `Blueprint`; raises ValueError for sizes that do not fit together.
+    """Sizes of a model; raises ValueError for sizes that do not fit together.
 
     `10m` has 384 = 6 heads x 64, two key/value heads shared by three query heads each, and
     1.57M parameters in each of six layers.
