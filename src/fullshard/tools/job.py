@@ -31,8 +31,7 @@ from fullshard.tools.config import (
 from fullshard.tools.loggers.choosing import check_loggers
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.text.corpus import NUM_BYTES
-from fullshard.tools.text.interface import Text
-from fullshard.tools.text.opening import open_text
+from fullshard.tools.text.opening import Text, open_text
 from fullshard.tools.text.tokenizer import Tokenizer, open_tokenizer
 from fullshard.tools.weights import blueprint_of, check_initial_weights, is_run, what_it_is
 

@@ -85,6 +85,7 @@ class ByteText:
         return survey_of(read, self.nbytes, NUM_BYTES, digest, most=most, block=block)
 
     def notes(self) -> list[str]:
+        """Say what a person should know about the text: how much there is, and what was left out."""
         num_files = len(self.paths)
         said = [
             f"corpus: {decimal(self.nbytes)} in {num_files} "
@@ -109,28 +110,36 @@ class ByteText:
         return drawn % (self.train_nbytes - self.seq)
 
     def batch(self, step: int, indices: range) -> Batch:
+        """Return some of the sequences of a step, which are the same however ranks share them."""
         return self._batch([self.start(step, index) for index in indices])
 
     def num_targets(self, step: int) -> int:
+        """Return how many tokens all sequences of a step predict."""
         return self.batch_size * self.seq
 
     def held_out(self, indices: range) -> Batch:
-        """Return sequences that are spread evenly over the text held out; where it is short they overlap."""
+        """Return sequences that are spread evenly over the text held out, the same ones every time.
+
+        Where it is short they overlap; beyond the end comes the last one.
+        """
         room, last = self.val_nbytes - self.seq - 1, self.num_sequences - 1
         first = self.train_nbytes
         return self._batch([first + min(index, last) * room // max(1, last) for index in indices])
 
     @property
     def num_held_out(self) -> int:
+        """How many sequences are held out and measured."""
         return self.num_sequences if self.val_nbytes else 0
 
     def num_held_out_targets(self) -> int:
         return self.num_sequences * self.seq
 
     def epochs(self, steps: int) -> float | None:
+        """Return how often the text has been seen after so many steps; None, as windows are drawn at random."""
         return None
 
     def encode(self, prompt: str) -> list[int]:
+        """Return the tokens with which a sample begins."""
         return list(prompt.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -1,9 +1,8 @@
-"""What the training loop wants of text, whatever it is made of."""
+"""What text of every kind gives: batches, and a survey of its tokens."""
 
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,63 +54,3 @@ def survey_of(
         counts += np.bincount(part, minlength=num_kinds)
     odds = counts[counts > 0] / counts.sum()
     return Survey(float(-(odds * np.log(odds)).sum()), digest.hexdigest())
-
-
-class Text(Protocol):
-    """Text to train on and text held out, for one run. Steps and sequences count from zero."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def paths(self) -> Sequence[Path]:
-        """What is read."""
-        ...
-
-    @property
-    def size(self) -> str:
-        """How much text there is, in words."""
-        ...
-
-    @property
-    def survey(self) -> Survey: ...
-
-    def notes(self) -> list[str]:
-        """Say what a person should know about the text: how much there is, and what was left out."""
-        ...
-
-    def batch(self, step: int, indices: range) -> Batch:
-        """Return some of the sequences of a step, which are the same however ranks share them."""
-        ...
-
-    def num_targets(self, step: int) -> int:
-        """Return how many tokens all sequences of a step predict."""
-        ...
-
-    def held_out(self, indices: range) -> Batch:
-        """Return some of the sequences that are held out, the same ones every time; beyond the end the last one."""
-        ...
-
-    @property
-    def num_held_out(self) -> int:
-        """How many sequences are held out and measured."""
-        ...
-
-    def num_held_out_targets(self) -> int:
-        """Return how many tokens the sequences that are held out predict."""
-        ...
-
-    def epochs(self, steps: int) -> float | None:
-        """Return how often the text has been seen after so many steps; None where it is drawn at random."""
-        ...
-
-    def encode(self, prompt: str) -> list[int]:
-        """Return the tokens with which a sample begins."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str: ...
-
-    @property
-    def end_token(self) -> int | None:
-        """The token with which a document ends, and so a sample."""
-        ...

@@ -17,7 +17,6 @@ from fullshard.tools.text.finding import (
     find_sources,
     python_library,
 )
-from fullshard.tools.text.interface import Text
 from fullshard.tools.text.packed import (
     HeldOut,
     PackedText,
@@ -27,6 +26,9 @@ from fullshard.tools.text.packed import (
 )
 from fullshard.tools.text.tokenizer import Tokenizer
 from fullshard.tools.text.tokens import Tokens, tokenized
+
+Text = ByteText | PackedText
+"""Text to train on and text held out, for one run. Steps and sequences count from zero."""
 
 
 def open_text(config: TrainConfig, tokenizer: Tokenizer | None, *, cache: Path) -> Text:

@@ -123,7 +123,7 @@ class HeldOut(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PackedText:
-    """Documents packed into sequences.
+    """Documents packed into sequences, with the methods of `ByteText`.
 
     across: whether documents of a sequence see those before them. remarks: what else a person should know.
     """
@@ -214,7 +214,8 @@ class PackedText:
         starts = (self.held.start(index) for index in range(self.held.num_sequences))
         return sum(num_targets(ends, start, seq) for start in starts)
 
-    def epochs(self, steps: int) -> float | None:
+    def epochs(self, steps: int) -> float:
+        """Return how often the text has been seen after so many steps."""
         return self.packing.epochs(steps)
 
     def encode(self, prompt: str) -> list[int]:
