@@ -30,26 +30,6 @@ class Translation:
         return f"{was} -> {'' if self.has_equivalent else 'no equivalent: '}{self.becomes}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Call:
-    """The call that replaces an instance: "fully_shard" or "replicate", and (keyword, source text) of its options.
-
-    arguments: what each argument that the instance keeps becomes in it.
-    """
-
-    function: str
-    options: tuple[tuple[str, str], ...]
-    arguments: tuple[Translation, ...]
-
-    def on(self, module: str) -> str:
-        """Return the call as source text, such as ``fully_shard(model, mesh=mesh)``.
-
-        module: the first argument, as source text.
-        """
-        options = (f"{name}={value}" for name, value in self.options)
-        return f"{self.function}({', '.join([module, *options])})"
-
-
 _OTHERS = "get_optimizer_state_dict or set_optimizer_state_dict, as above"
 
 # Arguments that an instance does not keep, then its methods, then functions that belong to it.
@@ -98,8 +78,10 @@ PROGRAM = tuple(
 
 def call_for(
     instance: Instance, *, mesh: str | None, policy: str | None, ignored: Sequence[str]
-) -> Call:
-    """Return the call that replaces an instance.
+) -> tuple[str, tuple[Translation, ...]]:
+    """Return the call that replaces an instance, and what becomes of each argument that the instance keeps.
+
+    The call is source text with {} for the module: "fully_shard({}, mesh=mesh)".
 
     mesh, policy: variables of the program that have them; None if there is no need. ignored: the names of
     ignored parameters below the module.
@@ -113,20 +95,18 @@ def call_for(
         "offload_policy": "CPUOffloadPolicy()" if offload else None,
         "ignored_params": "ignored" if ignored else None,
     }
-    return Call(
-        "replicate" if instance.is_replicated else "fully_shard",
-        tuple((name, value) for name, value in options.items() if value is not None),
-        (
-            _strategy(instance, options),
-            _ranks(instance, options),
-            *_precision(instance, options),
-            Translation("cpu_offload", str(offload), _said(options, "offload_policy")),
-            Translation(
-                "ignored_states", ", ".join(ignored) or "None", _said(options, "ignored_params")
-            ),
-            *_prefetch(instance),
-            *_without_options(instance),
+    function = "replicate" if instance.is_replicated else "fully_shard"
+    given = [f"{name}={value}" for name, value in options.items() if value is not None]
+    return f"{function}({', '.join(['{}', *given])})", (
+        _strategy(instance, options),
+        _ranks(instance, options),
+        *_precision(instance, options),
+        Translation("cpu_offload", str(offload), _said(options, "offload_policy")),
+        Translation(
+            "ignored_states", ", ".join(ignored) or "None", _said(options, "ignored_params")
         ),
+        *_prefetch(instance),
+        *_without_options(instance),
     )
 
 
