@@ -17,7 +17,6 @@ from fullshard.checkpoint.fit import (
     listed,
     other_shape,
 )
-from fullshard.checkpoint.manifest import DTYPES
 from fullshard.checkpoint.opening import disk_path
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.read import Wanted
@@ -162,7 +161,7 @@ def _fault(name: str, weights: Weights, holding: Holding) -> str | None:
     entry = weights.tensors[name]
     if entry.shape != holding.shape:
         return other_shape(name, entry.shape, holding.shape, "file")
-    dtype = DTYPES[entry.dtype]
+    dtype = entry.dtype
     if dtype != holding.dtype and not (is_wide_float(dtype) and is_wide_float(holding.dtype)):
         return f"kind {name}: {dtype} in the file, {holding.dtype} here"
     return None
