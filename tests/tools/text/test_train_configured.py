@@ -53,7 +53,7 @@ def _ranks(num_ranks: int, *words: object) -> list[Ended]:
 
 
 class Folder:
-    """Text, a tokenizer, configurations, and a run of six steps with a checkpoint after three."""
+    """Text, a tokenizer, configurations, and a run of three steps."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.run = path, path / "run"
@@ -62,7 +62,7 @@ class Folder:
         (path / "text.jsonl").write_text("\n".join(lines))
         for name, fields in (("qwen3", QWEN3), ("mamba", MAMBA)):
             (path / f"{name}.json").write_text(json.dumps(fields))
-        self.ranks = self.train(2, *("--steps", "6", "--save-every", "3", "--out", self.run))
+        self.ranks = self.train(2, "--steps", "3", "--out", self.run)
 
     def train(self, num_ranks: int, *words: object, model: str = "qwen3.json") -> list[Ended]:
         return _ranks(
@@ -95,15 +95,6 @@ def _first_entry(run: Path) -> dict[str, Any]:
     return json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
 
 
-def _as_after(step: int, run: Path, folder: Path) -> Path:
-    """Copy a run as if it had been killed after the checkpoint of a step, which is not its last."""
-    shutil.copytree(run, folder)
-    *_, last = sorted((folder / "checkpoints").glob("step-*"))
-    shutil.rmtree(last)
-    (folder / "checkpoints" / "latest").write_text(f"step-{step:08d}\n")
-    return folder
-
-
 def test_a_step_is_that_of_transformers_in_one_process(folder: Folder) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -127,33 +118,27 @@ def test_a_step_is_that_of_transformers_in_one_process(folder: Folder) -> None:
     assert "loss" in folder.ranks[0].out
 
 
-def test_it_goes_on_exactly_with_its_own_configuration(folder: Folder, tmp_path: Path) -> None:
-    run = _as_after(3, folder.run, tmp_path / "run")
-    file = folder.path / "qwen3.json"
-    file.rename(tmp_path / "away")
-    try:
-        ranks = _ranks(
-            2, "train", "--resume", run, "--cache", folder.path / "cache", "--model", file
-        )
-    finally:
-        (tmp_path / "away").rename(file)
-    assert [rank.code for rank in ranks] == [0, 0], ranks[0].err
-    assert losses(run) == losses(folder.run)
-
-
-def test_dropout_goes_on_exactly_too(folder: Folder, tmp_path: Path) -> None:
+def test_it_goes_on_exactly_with_its_own_configuration_and_dropout(
+    folder: Folder, tmp_path: Path
+) -> None:
     gpt2 = {"model_type": "gpt2", "vocab_size": 29, "n_embd": 16, "n_layer": 1, "n_head": 2}
     gpt2 |= {"n_positions": 64, "resid_pdrop": 0.5, "eos_token_id": 2, "bos_token_id": 2}
-    (folder.path / "gpt2.json").write_text(json.dumps(gpt2))
-    straight = tmp_path / "straight"
-    (rank,) = folder.train(
-        1, "--val-fraction", "0.2", "--val-every", "1", "--lr", "0.01", "--min-lr", "0.01",
+    file, straight = folder.path / "gpt2.json", tmp_path / "straight"
+    file.write_text(json.dumps(gpt2))
+    ranks = folder.train(
+        2, "--val-fraction", "0.2", "--val-every", "1", "--lr", "0.01", "--min-lr", "0.01",
         "--warmup", "0", "--steps", "4", "--save-every", "2", "--out", straight, model="gpt2.json",
     )  # fmt: skip
-    assert rank.code == 0, rank.err
-    stopped = _as_after(2, straight, tmp_path / "stopped")
-    (rank,) = _ranks(1, "train", "--resume", stopped, "--cache", folder.path / "cache")
-    assert rank.code == 0, rank.err
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].err
+    file.unlink()
+    stopped = tmp_path / "stopped"
+    shutil.copytree(straight, stopped)
+    shutil.rmtree(stopped / "checkpoints" / "step-00000004")
+    (stopped / "checkpoints" / "latest").write_text("step-00000002\n")
+    ranks = _ranks(
+        2, "train", "--resume", stopped, "--cache", folder.path / "cache", "--model", file
+    )
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].err
     assert losses(stopped) == losses(straight)
     assert len(set(losses(straight))) == 4
 
