@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from typer.testing import CliRunner
 
 from fullshard.errors import AllocationError
 from fullshard.models.blueprints import ConfiguredBlueprint, ModelConfigError
 from fullshard.models.built import build
+from fullshard.tools import cli
 from fullshard.tools.config import OptionError
 from fullshard.tools.job import Job, new_job
 from fullshard.tools.run_folder import RunFolder
@@ -147,8 +149,8 @@ def test_what_is_exported_loads_and_begins_another_run(folder: Folder, tmp_path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out = tmp_path / "out"
-    (ended,) = _ranks(1, "export", folder.run, "--hf", out)
-    assert ended.code == 0, ended.err
+    ended = CliRunner().invoke(cli.app, ["export", str(folder.run), "--hf", str(out)])
+    assert ended.exit_code == 0, ended.output
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.config.eos_token_id == AutoTokenizer.from_pretrained(out).eos_token_id == 2
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
