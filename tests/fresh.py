@@ -74,14 +74,19 @@ def fullshard_in_fork(
     return in_warm_forks(program, folder=folder, variables=[variables or {}])[0]
 
 
-def fullshard_on_ranks(world_size: int, *words: object) -> list[Ended]:
-    """Run the command `fullshard` as the ranks that torchrun starts, in forks as above."""
+def fullshard_on_ranks(
+    world_size: int, *words: object, imported: Sequence[str] = ()
+) -> list[Ended]:
+    """Run the command `fullshard` as the ranks that torchrun starts, in forks as above.
+
+    imported: modules that the Pythons they are forked from have imported as well.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     common = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [common | {"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(world_size)]
-    return in_warm_forks(*[command(*words)] * world_size, variables=ranks)
+    return _warm(*imported).run([command(*words)] * world_size, variables=ranks)
 
 
 def command(*words: object) -> str:
@@ -184,9 +189,9 @@ class _Forks:
 
 
 @functools.cache
-def _warm() -> _Forks:
+def _warm(*imported: str) -> _Forks:
     """Start what serves all tests of this process; it ends with it, when nothing more can come."""
-    forks = _Forks(("torch._dynamo", "torch.distributed.fsdp", "fullshard.public"))
+    forks = _Forks(("torch._dynamo", "torch.distributed.fsdp", "fullshard.public", *imported))
     atexit.register(forks.__exit__)
     return forks
 

@@ -24,12 +24,8 @@ from fullshard.models.blueprints import (
     read_model_config,
 )
 from fullshard.models.configured import (
-    Continuation,
+    ConfiguredModel,
     build_from_config,
-    check_causal,
-    check_documents_apart,
-    flops_per_token,
-    next_token_logits,
     recompute_layers,
     sharding_units,
 )
@@ -155,7 +151,7 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _gradients(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     model.train()
-    logits = next_token_logits(model, tokens[:, :-1])
+    logits = ConfiguredModel(model).logits(tokens[:, :-1])
     F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     found = {}
     for name, param in model.named_parameters():
@@ -228,23 +224,23 @@ def test_sharded_it_is_checked_continued_and_exported(tmp_path: Path) -> None:
     with quiet():
         for kind in ("llama, tied", "qwen3_moe"):
             model = _sharded(APART[kind])
-            check_documents_apart(model, vocab_size=VOCAB, device=CPU)
-            check_causal(model, vocab_size=VOCAB, device=CPU)
+            ConfiguredModel(model).check_documents_apart(vocab_size=VOCAB, device=CPU)
+            ConfiguredModel(model).check_causal(vocab_size=VOCAB, device=CPU)
             tokens = _tokens(1, 12)
             with torch.no_grad():
-                expected = next_token_logits(model.eval(), tokens)
+                expected = ConfiguredModel(model.eval()).logits(tokens)
             _check_continued(model, tokens, expected)
             fullshard.export_hf(model, tmp_path / kind, config=APART[kind])
             again = AutoModelForCausalLM.from_pretrained(tmp_path / kind).eval()
             with torch.no_grad():
-                assert next_token_logits(again, tokens).equal(expected)
+                assert ConfiguredModel(again).logits(tokens).equal(expected)
             assert config_differences(APART[kind], read_model_config(tmp_path / kind)) == []
             half = _sharded(APART[kind], dtype=torch.bfloat16)
-            check_documents_apart(half, vocab_size=VOCAB, device=CPU)
+            ConfiguredModel(half).check_documents_apart(vocab_size=VOCAB, device=CPU)
         for dtype in (None, torch.bfloat16):
             mixing = _sharded(MIXED["opt"], dtype=dtype)
             with pytest.raises(ModelConfigError, match="'opt': documents in one row"):
-                check_documents_apart(mixing, vocab_size=VOCAB, device=CPU)
+                ConfiguredModel(mixing).check_documents_apart(vocab_size=VOCAB, device=CPU)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe", "jamba"])
@@ -285,11 +281,11 @@ def _check_packed(fields: dict[str, Any]) -> None:
     lengths = [7, 1, 12]
     positions = torch.cat([torch.arange(n) for n in lengths]).expand(2, -1)
     with torch.no_grad():
-        packed = next_token_logits(model, tokens, positions)
-        alone = [next_token_logits(model, part) for part in tokens.split(lengths, dim=1)]
+        packed = ConfiguredModel(model).logits(tokens, positions)
+        alone = [ConfiguredModel(model).logits(part) for part in tokens.split(lengths, dim=1)]
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-5, atol=1e-6)
-    check_documents_apart(model, vocab_size=VOCAB, device=CPU)
-    check_causal(model, vocab_size=VOCAB, device=CPU)
+    ConfiguredModel(model).check_documents_apart(vocab_size=VOCAB, device=CPU)
+    ConfiguredModel(model).check_causal(vocab_size=VOCAB, device=CPU)
 
 
 @pytest.mark.parametrize("kind", APART)
@@ -308,8 +304,8 @@ def _check_mixed(kind: str, said: str) -> None:
     with quiet():
         model = _built(ALL[kind])
     with pytest.raises(ModelConfigError, match=f"model_type '{kind}': {said}"):
-        check_documents_apart(model, vocab_size=VOCAB, device=CPU)
-    check_causal(model, vocab_size=VOCAB, device=CPU)
+        ConfiguredModel(model).check_documents_apart(vocab_size=VOCAB, device=CPU)
+    ConfiguredModel(model).check_causal(vocab_size=VOCAB, device=CPU)
 
 
 @pytest.mark.parametrize("kind", MIXED)
@@ -331,16 +327,18 @@ def test_a_family_that_takes_no_positions_is_refused(kind: str) -> None:
 def test_in_low_precision_experts_are_no_reason_to_refuse() -> None:
     for kind in ("qwen3_moe", "llama"):
         model = _built(APART[kind]).to(torch.bfloat16)
-        check_documents_apart(model, vocab_size=VOCAB, device=CPU)
+        ConfiguredModel(model).check_documents_apart(vocab_size=VOCAB, device=CPU)
     with pytest.raises(ModelConfigError, match="opt"):
-        check_documents_apart(_built(MIXED["opt"]).bfloat16(), vocab_size=VOCAB, device=CPU)
+        ConfiguredModel(_built(MIXED["opt"]).bfloat16()).check_documents_apart(
+            vocab_size=VOCAB, device=CPU
+        )
 
 
 def test_a_model_that_sees_later_tokens_is_refused() -> None:
     fields = {"model_type": "xlnet", "vocab_size": VOCAB, "d_model": 32, "n_layer": 2}
     model = _built({**fields, "n_head": 4, "d_inner": 48})
     with pytest.raises(ModelConfigError, match="'xlnet': tokens see later ones"):
-        check_causal(model, vocab_size=VOCAB, device=CPU)
+        ConfiguredModel(model).check_causal(vocab_size=VOCAB, device=CPU)
 
 
 def test_checks_leave_no_trace() -> None:
@@ -349,8 +347,8 @@ def test_checks_leave_no_trace() -> None:
     model.lm_head.eval()  # type: ignore[operator, union-attr]
     modes = [module.training for module in model.modules()]
     state = torch.get_rng_state()
-    check_documents_apart(model, vocab_size=VOCAB, device=CPU)
-    check_causal(model, vocab_size=VOCAB, device=CPU)
+    ConfiguredModel(model).check_documents_apart(vocab_size=VOCAB, device=CPU)
+    ConfiguredModel(model).check_causal(vocab_size=VOCAB, device=CPU)
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
     assert all(param.grad is None for param in model.parameters())
@@ -358,15 +356,15 @@ def test_checks_leave_no_trace() -> None:
 
 def test_rows_of_one_token_cannot_be_checked() -> None:
     with pytest.raises(ModelConfigError, match="vocab_size 1"):
-        check_documents_apart(_built(APART["llama"]), vocab_size=1, device=CPU)
+        ConfiguredModel(_built(APART["llama"])).check_documents_apart(vocab_size=1, device=CPU)
 
 
 # Continued
 
 
 def _check_continued(model: nn.Module, tokens: torch.Tensor, expected: torch.Tensor) -> None:
-    continuation = Continuation(model)
-    parts = [continuation.step(part) for part in tokens.split([5, 1, 1, 3, 2], dim=1)]
+    step = ConfiguredModel(model).continuation()
+    parts = [step(part) for part in tokens.split([5, 1, 1, 3, 2], dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -377,7 +375,7 @@ def test_a_continued_sequence_has_the_logits_of_the_whole(kind: str) -> None:
         recompute_layers(model)
     tokens = _tokens(2, 12)
     with torch.no_grad():
-        expected = next_token_logits(model.eval(), tokens)
+        expected = ConfiguredModel(model.eval()).logits(tokens)
     model.train()  # and still as in evaluation
     _check_continued(model, tokens, expected)
     assert model.training
@@ -389,7 +387,7 @@ def test_a_continued_sequence_has_the_logits_of_the_whole_in_all_families() -> N
     with quiet(), torch.no_grad():
         for fields in ALL.values():
             model = _built(fields).eval()
-            _check_continued(model, tokens, next_token_logits(model, tokens))
+            _check_continued(model, tokens, ConfiguredModel(model).logits(tokens))
 
 
 # Operations
@@ -401,25 +399,25 @@ def test_operations_of_a_llama_are_those_of_ours() -> None:
             VOCAB, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, tie_embeddings=tied
         )
         model = build_from_config(APART["llama, tied" if tied else "llama"], seed=0)
-        assert flops_per_token(model, seq=50) == sizes.flops_per_token(seq=50)
+        assert ConfiguredModel(model).flops_per_token(seq=50) == sizes.flops_per_token(seq=50)
 
 
 def test_operations_of_gpt2_are_those_of_its_matrices() -> None:
     model = build_from_config(APART["gpt2"], seed=0)
     weights = 2 * (32 * 96 + 32 * 32 + 2 * 32 * 128) + 32 * VOCAB
-    assert flops_per_token(model, seq=10) == 6 * weights + 12 * 2 * 32 * 10
+    assert ConfiguredModel(model).flops_per_token(seq=10) == 6 * weights + 12 * 2 * 32 * 10
 
 
 def test_windows_bound_what_is_attended_to() -> None:
     model = build_from_config(APART["gemma3_text"], seed=0)
-    short, long = (flops_per_token(model, seq=seq) for seq in (8, 20))
+    short, long = (ConfiguredModel(model).flops_per_token(seq=seq) for seq in (8, 20))
     assert short is not None
     assert long == short + 12 * 32 * 12  # one layer of two sees more than eight tokens
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mamba", "lfm2", "jamba", "deepseek_v3"])
 def test_operations_that_are_not_known_are_none(kind: str) -> None:
-    assert flops_per_token(build_from_config(ALL[kind], seed=0), seq=8) is None
+    assert ConfiguredModel(build_from_config(ALL[kind], seed=0)).flops_per_token(seq=8) is None
 
 
 # Configurations

@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import fullshard
 from fullshard.checkpoint.local import _NewLocalFile
-from fullshard.convert import hf_export
+from fullshard.convert import hf_export, opening
 from fullshard.errors import CheckpointError
 from tests.api import Api
 from tests.checkpoint.test_any_to_any import ANY, HYBRID, _sharded, _tensor_parallel
@@ -324,7 +324,7 @@ def test_a_checkpoint_is_exported_without_its_model(
         tmp_path / "all" / "step-2", model, torch.optim.SGD(model.parameters()), step=2
     )
     fullshard.export_hf(model, tmp_path / "a")
-    monkeypatch.setattr(hf_export, "_BUCKET_NBYTES", 30)  # a row at a time
+    monkeypatch.setattr(opening, "PART_NBYTES", 30)  # a row at a time
     for source in ("all", "all/step-2"):
         fullshard.export_hf(tmp_path / source, tmp_path / "b", overwrite=True)
         for name in ("a", "b"):
@@ -423,8 +423,7 @@ def _export_and_die(folder: Path, victim: int, of: str) -> None:
     if rank() == victim:
         kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
         # Rank 0 dies while it writes; another one while it sends, or waits for rank 0.
-        at = hf_export._Export
-        setattr(at, "_write_weights" if rank() == 0 else "_write", kill)
+        setattr(hf_export, "_write_weights" if rank() == 0 else "_write", kill)
     fullshard.export_hf(source, folder / "out")
 
 

@@ -1,6 +1,5 @@
 """From any form into ours, divided as for any number of ranks: `convert_checkpoint`."""
 
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from fullshard.checkpoint.values import MODULE_STATES
 from fullshard.checkpoint.write import ToWrite, WrittenFiles, write_files
 from fullshard.convert.opening import (
     Progress,
+    counting,
     form_of,
     naming_disk_faults,
     open_state,
@@ -59,12 +59,18 @@ def convert_checkpoint(
         tensors = _kept(state, weights_only)
         draft = folder_at(target).draft(tag := new_tag(), overwrite=overwrite)
         try:
-            copy = _Copy(state, sum(tensor.nbytes for tensor in tensors.values()), progress)
+            count = counting(progress, sum(tensor.nbytes for tensor in tensors.values()))
+
+            def data_of(item: ToWrite) -> memoryview:
+                data = bytes_of(read_box(state, item.name, item.box))
+                count(item.nbytes)
+                return data
+
             facts = {name: _facts(tensor, ranks) for name, tensor in tensors.items()}
             written: list[tuple[WrittenFiles, Mapping[str, dict[str, Any]]]] = []
             for rank in range(ranks):
                 items = list(_items(tensors, rank, ranks))
-                files = write_files(draft.folder, rank, tag, items, copy.data_of)
+                files = write_files(draft.folder, rank, tag, items, data_of)
                 written.append((files, facts))
             values = {**_values(state, weights_only), **facts_of_today(ranks)}
             values["converted_from"] = f"{form_of(state)} {state.location}"
@@ -80,23 +86,6 @@ def convert_checkpoint(
         return SavedCheckpoint(
             folder_at(target).location, values.get("step"), nbytes, seconds, seconds
         )
-
-
-class _Copy:
-    """Reads parts of tensors as they are to be written, from several threads."""
-
-    def __init__(self, state: SavedState, total: int, progress: Progress) -> None:
-        self._state, self._total, self._progress = state, total, progress
-        self._done = 0
-        self._lock = threading.Lock()
-
-    def data_of(self, item: ToWrite) -> memoryview:
-        part = read_box(self._state, item.name, item.box)
-        with self._lock:
-            self._done += item.nbytes
-            if self._progress is not None:
-                self._progress(self._done, self._total)
-        return bytes_of(part)
 
 
 def _kept(state: SavedState, weights_only: bool) -> dict[str, SavedTensor]:

@@ -3,8 +3,8 @@
 Apart from `dcp_export`, as importing torch.distributed.checkpoint takes longer than all of fullshard.
 """
 
+import functools
 import io
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,31 +13,31 @@ import torch
 from torch.distributed.checkpoint import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
+    DefaultSavePlanner,
     FileSystemWriter,
     Metadata,
     SavePlan,
-    SavePlanner,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.checkpoint.read import SavedState
 from fullshard.convert.dcp_export import KeyPath, Leaf
-from fullshard.convert.opening import Progress, read_box
+from fullshard.convert.opening import Progress, counting, parts_of, read_box
 from fullshard.errors import CheckpointError
-from fullshard.plan.boxes import Box, in_rows, whole_box
-
-_PART_NBYTES = 64 << 20
+from fullshard.plan.boxes import Box, whole_box
 
 
-class Planner(SavePlanner):
+class Planner(DefaultSavePlanner):
     """Gives DCP's writer what it asks for, a part at a time."""
 
     def __init__(self, state: SavedState, leaves: list[Leaf], progress: Progress) -> None:
-        self._state, self._progress = state, progress
+        super().__init__()
+        self._state = state
         self._data: dict[MetadataIndex, Callable[[], Any]] = {}
-        self._done = self.total = self.num_tensors = 0
+        self.total = self.num_tensors = 0
         self.items: list[WriteItem] = []
         self.metadata = Metadata({})
         paths: dict[str, KeyPath] = {}
@@ -47,27 +47,26 @@ class Planner(SavePlanner):
             paths[leaf.key] = leaf.path
             self._add(leaf)
         self.metadata.planner_data = paths
+        self._count = counting(progress, self.total)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         data: torch.Tensor | io.BytesIO = self._data[write_item.index]()
         if isinstance(data, torch.Tensor):
-            self._done += data.numel() * data.itemsize
-            if self._progress is not None:
-                self._progress(self._done, self.total)
+            self._count(data.numel() * data.itemsize)
         return data
 
     def _add(self, leaf: Leaf) -> None:
         if leaf.tensor is not None:
-            tensor = self._state.tensors[leaf.tensor]
             name = leaf.tensor
-
-            def read(box: Box) -> torch.Tensor:
-                return read_box(self._state, name, box)
-
-            self._add_tensor(leaf.key, tuple(tensor.shape), tensor.dtype, read)
+            self._add_tensor(
+                leaf.key, self._state.tensors[name], lambda box: read_box(self._state, name, box)
+            )
         elif isinstance(leaf.value, torch.Tensor):
-            value = leaf.value
-            self._add_tensor(leaf.key, tuple(value.shape), value.dtype, lambda _: value)
+            self._add_tensor(
+                leaf.key,
+                leaf.value,
+                lambda box: leaf.value[box.within(whole_box(leaf.value.shape))],
+            )
         else:
             index = MetadataIndex(leaf.key)
             self._data[index] = lambda: _saved(leaf.value)
@@ -75,39 +74,21 @@ class Planner(SavePlanner):
             self.metadata.state_dict_metadata[leaf.key] = BytesStorageMetadata()
 
     def _add_tensor(
-        self,
-        key: str,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        read: Callable[[Box], torch.Tensor],
+        self, key: str, tensor: SavedTensor | torch.Tensor, read: Callable[[Box], torch.Tensor]
     ) -> None:
+        shape = torch.Size(tensor.shape)
         self.num_tensors += 1
-        self.total += math.prod(shape) * dtype.itemsize
-        properties = TensorProperties(dtype=dtype)
+        self.total += tensor.nbytes
+        properties = TensorProperties(dtype=tensor.dtype)
         chunks: list[ChunkStorageMetadata] = []
-        for box in in_rows(whole_box(shape), dtype.itemsize, _PART_NBYTES):
+        for box in parts_of(tensor):
             chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
             index = MetadataIndex(key, chunk.offsets, len(chunks))
-            data = TensorWriteData(chunk, properties, torch.Size(shape))
-            self._data[index] = lambda box=box: read(box)  # type: ignore[misc]
+            data = TensorWriteData(chunk, properties, shape)
+            self._data[index] = functools.partial(read, box)
             self.items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
             chunks.append(chunk)
-        self.metadata.state_dict_metadata[key] = TensorStorageMetadata(
-            properties, torch.Size(shape), chunks
-        )
-
-    # What else the interface has is for state dicts in memory.
-
-    def set_up_planner(self, *_: Any, **__: Any) -> None: ...
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan(self.items)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return all_plans, self.metadata
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
+        self.metadata.state_dict_metadata[key] = TensorStorageMetadata(properties, shape, chunks)
 
 
 def _saved(value: Any) -> io.BytesIO:
@@ -119,8 +100,7 @@ def _saved(value: Any) -> io.BytesIO:
 def write(path: Path, planner: Planner) -> None:
     writer = FileSystemWriter(path)
     writer.set_up_storage_writer(True)
-    plan = writer.prepare_local_plan(planner.create_local_plan())
-    plans, metadata = planner.create_global_plan([plan])
-    (plan,) = writer.prepare_global_plan(plans)
+    plan = writer.prepare_local_plan(SavePlan(planner.items))
+    (plan,) = writer.prepare_global_plan([plan])
     results = writer.write_data(plan, planner).wait()
-    writer.finish(metadata, [results])
+    writer.finish(planner.metadata, [results])

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.folder import Folder, NewFile, new_tag
-from fullshard.checkpoint.manager import latest_checkpoint
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.checkpoint.opening import Location, disk_path, folder_at, said_below
 from fullshard.checkpoint.peers import Peers
@@ -33,16 +32,21 @@ from fullshard.convert.export_folder import (
 )
 from fullshard.convert.hf_files import INDEX, SECTION, WEIGHTS
 from fullshard.convert.hf_names import by_new_name, is_wide_float, plain_name
-from fullshard.convert.opening import Progress, read_box
+from fullshard.convert.opening import (
+    PART_NBYTES,
+    Progress,
+    checkpoint_at,
+    counting,
+    parts_of,
+    read_box,
+)
 from fullshard.errors import CheckpointError
-from fullshard.plan.boxes import in_rows, whole_box
 from fullshard.plan.units import Rename
 from fullshard.state.copies import numbered_and_compared
 from fullshard.state.gathering import gathered_wholes
 from fullshard.state.holdings import Holding, holdings_of
 from fullshard.state.host_memory import host_bytes
 
-_BUCKET_NBYTES = 64 << 20
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BINARY_UNITS = {f"{unit}I": 1024**power for power, unit in enumerate("KMGT", 1)}
 
@@ -104,202 +108,185 @@ def export_hf(
     target = peers.together(lambda: disk_path(path, "an export"))
     if not target.name:
         raise CheckpointError(f"path is {str(path)!r}: name a folder.")
-    source: ModelSource | CheckpointSource
     with contextlib.ExitStack() as stack:
         if isinstance(model, nn.Module):
             if key is not None:
                 raise CheckpointError("key= is for checkpoints of several models; this is a model.")
-            source = ModelSource(model, peers)
+            source = _of_model(model, peers)
         else:
-            reader = stack.enter_context(
-                peers.together(lambda: Reader(_checkpoint(folder_at(model))))
-            )
-            source = peers.together(lambda: CheckpointSource(reader, key, reads=peers.rank == 0))
+            reader = stack.enter_context(peers.together(lambda: Reader(_checkpoint(model))))
+            source = peers.together(lambda: _of_checkpoint(reader, key, reads=peers.rank == 0))
         most_nbytes = peers.together(lambda: size_of(max_shard_size))
-        files = peers.together(lambda: _planned(source.available(), dtype, rename, most_nbytes))
+        files = peers.together(lambda: _planned(source.tensors, dtype, rename, most_nbytes))
+        tensors = [tensor.target for file in files.values() for tensor in file]
+        total = sum(tensor.nbytes for tensor in tensors)
+        count = counting(progress, total)
+        folder: ExportFolder | None = None  # on rank 0
 
-        def beside() -> dict[str, bytes]:
+        def begin() -> list[str]:
+            nonlocal folder
             own = model if isinstance(model, nn.Module) else None
-            found = files_beside(config, own, _main_dtype(files))
-            if own is not None and isinstance(source, ModelSource):
-                check_ties(found, own, source.tied())
-            return found
+            others = files_beside(config, own, _main_dtype(tensors))
+            if own is not None:
+                check_ties(others, own, source.tied)
+            if len(files) > 1:
+                others[INDEX] = _index_of(files, total)
+            folder = ExportFolder(target, new_tag(), overwrite=overwrite, names=others)
+            folder.write(others)
+            return [*others]
 
-        export = _Export(target, files, beside, overwrite, progress)
-        return export.run(source, peers)
+        def finish() -> None:
+            assert folder is not None
+            folder.finish()
+
+        try:
+            others = peers.of_first(begin)
+            for name, file in files.items():
+                pieces = source.pieces([tensor.source for tensor in file])
+                peers.together(functools.partial(_write, folder, name, file, pieces, count))
+            peers.of_first(finish)
+        except BaseException:
+            if folder is not None:
+                folder.give_up()
+            raise
+        return ExportedWeights(target, (*files, *others), len(tensors), total)
 
 
-# Where tensors come from: each source lists them and gives those that are asked for, in host memory and in
-# pieces that follow one another, so that a writer needs a bucket of memory however large the model is.
+# Where tensors come from
 
 
-class ModelSource:
-    """A model, sharded in any way; rank 0 writes. Made and used by all ranks."""
+class _Source(NamedTuple):
+    """A model, or one of a checkpoint. tied: the names of each tensor that has several.
 
-    def __init__(self, model: nn.Module, peers: Peers) -> None:
-        held = peers.together(lambda: holdings_of(model))
-        self._by_name: dict[str, Holding] = {}
-        for holding in numbered_and_compared(held, peers.group, taken="exported"):
-            self._by_name.setdefault(plain_name(holding.name), holding)
+    pieces: gives tensors on rank 0, in host memory and in pieces that follow one another, so that a writer
+    needs a bucket of memory however large the model is. All ranks go through them, the others to send theirs.
+    """
 
-    def available(self) -> list[Described]:
-        """List the tensors, in the order of modules; a tied one by its first name."""
-        return [Described(name, h.dtype, h.shape) for name, h in self._by_name.items()]
+    tensors: Sequence[Described]
+    pieces: Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor]]]
+    tied: Sequence[set[str]] = ()
 
-    def tied(self) -> list[set[str]]:
-        """Return the names of each tensor that has several."""
-        names = ({plain_name(name) for name in h.names} for h in self._by_name.values())
-        return [own for own in names if len(own) > 1]
 
-    def pieces(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole tensors on rank 0, and nothing on the others. Collective at every step."""
-        held = [self._by_name[name] for name in names]
-        wholes = gathered_wholes(
-            held, None, to_rank=0, bucket_nbytes=_BUCKET_NBYTES, device=torch.device("cpu")
-        )
-        for name, (holding, whole) in zip(names, wholes, strict=True):
-            assert holding is self._by_name[name]
+def _of_model(model: nn.Module, peers: Peers) -> _Source:
+    """Return a model as a source, in the order of modules; a tied tensor by its first name."""
+    held = peers.together(lambda: holdings_of(model))
+    by_name: dict[str, Holding] = {}
+    for holding in numbered_and_compared(held, peers.group, taken="exported"):
+        by_name.setdefault(plain_name(holding.name), holding)
+
+    def pieces(names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        holdings = [by_name[name] for name in names]
+        cpu = torch.device("cpu")
+        wholes = gathered_wholes(holdings, None, to_rank=0, bucket_nbytes=PART_NBYTES, device=cpu)
+        for name, (_, whole) in zip(names, wholes, strict=True):
             if whole is not None:
                 yield name, whole
 
+    tied = [{plain_name(name) for name in holding.names} for holding in by_name.values()]
+    return _Source(
+        [Described(name, holding.dtype, holding.shape) for name, holding in by_name.items()],
+        pieces,
+        [names for names in tied if len(names) > 1],
+    )
 
-class CheckpointSource:
-    """One model of a checkpoint. reads: whether this rank is to read from it.
 
-    Raises CheckpointError if the checkpoint has no model of this key.
+def _of_checkpoint(reader: Reader, key: str | None, *, reads: bool) -> _Source:
+    """Return one model of a checkpoint as a source, in the order in which it was saved.
+
+    reads: whether this rank is to read from it. Raises CheckpointError if it has no model of this key.
     """
+    section = SECTION if key is None else f"model.{key}/"
+    tensors = {
+        name.removeprefix(section): tensor
+        for name, tensor in reader.tensors.items()
+        if name.startswith(section)
+    }
+    if not tensors:
+        there = reader.values.get("models", [])
+        keys = [str(name).partition(".")[2] for name in there if "." in str(name)]
+        raise CheckpointError(
+            f"{reader.folder}: has no {section[:-1]}. "
+            + (f"Give key=, one of {', '.join(keys)}." if keys else "It has no model of a key.")
+        )
 
-    def __init__(self, reader: Reader, key: str | None, *, reads: bool) -> None:
-        self._reader, self._reads = reader, reads
-        self._section = SECTION if key is None else f"model.{key}/"
-        if not any(name.startswith(self._section) for name in reader.manifest.tensors):
-            there = reader.manifest.values.get("models", [])
-            keys = [str(name).partition(".")[2] for name in there if "." in str(name)]
-            raise CheckpointError(
-                f"{reader.folder}: has no {self._section[:-1]}. "
-                + (f"Give key=, one of {', '.join(keys)}." if keys else "It has no model of a key.")
-            )
+    def pieces(names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names if reads else ():
+            for box in parts_of(tensors[name]):
+                yield name, read_box(reader, f"{section}{name}", box)
 
-    def available(self) -> list[Described]:
-        """List the tensors, in the order in which they were saved."""
-        return [
-            Described(name.removeprefix(self._section), tensor.dtype, tensor.shape)
-            for name, tensor in self._reader.manifest.tensors.items()
-            if name.startswith(self._section)
-        ]
+    return _Source(
+        [Described(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()], pieces
+    )
 
-    def pieces(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield rows of each tensor in turn, as many as a bucket takes; nothing if it does not read."""
-        for name in names if self._reads else ():
-            full_name = self._section + name
-            tensor = self._reader.manifest.tensors[full_name]
-            whole = whole_box(tensor.shape)
-            for box in in_rows(whole, tensor.dtype.itemsize, _BUCKET_NBYTES):
-                yield name, read_box(self._reader, full_name, box)
+
+def _checkpoint(path: Location) -> Folder:
+    """Return a checkpoint, or the newest one of a folder of them."""
+    folder = checkpoint_at(folder_at(path))
+    if folder.size_of(MANIFEST) is None:
+        raise CheckpointError(
+            f"{folder}: is no complete checkpoint, and holds none. Of files of other forms, make one first: "
+            f"fullshard ckpt import.{said_below(folder)}"
+        )
+    return folder
 
 
 # What is written
 
 
-class ToExport(NamedTuple):
+class _ToExport(NamedTuple):
     """A tensor: its name where it comes from, and what it is to be in the file."""
 
     source: str
     target: Described
 
 
-class PlannedFile(NamedTuple):
-    """A file of weights and its tensors, in the order in which they lie there."""
-
-    name: str
-    tensors: Sequence[ToExport]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(each.target.nbytes for each in self.tensors)
+_File = Sequence[_ToExport]  # in the order in which they lie there
 
 
-class _Export:
-    """One export: its folder on rank 0, and what is written to it."""
+def _write(
+    folder: ExportFolder | None,
+    name: str,
+    file: _File,
+    pieces: Iterator[tuple[str, torch.Tensor]],
+    count: Callable[[int], None],
+) -> None:
+    """Write a file on rank 0; send what it needs on the others, which have no folder."""
+    try:
+        if folder is not None:
+            _write_weights(folder.folder.create(name), file, pieces, count)
+    finally:
+        # Where writing has failed, the others still send: all end this file, and then fail together.
+        for _ in pieces:
+            pass
 
-    def __init__(
-        self,
-        path: Path,
-        files: Sequence[PlannedFile],
-        beside: Callable[[], dict[str, bytes]],
-        overwrite: bool,
-        progress: Progress,
-    ) -> None:
-        self._path, self._files, self._beside = path, files, beside
-        self._overwrite, self._progress = overwrite, progress
-        self._total = sum(file.nbytes for file in files)
-        self._done = 0
-        self._folder: ExportFolder | None = None
 
-    def run(self, source: ModelSource | CheckpointSource, peers: Peers) -> ExportedWeights:
-        """Write everything and give the folder its name. Collective."""
-        try:
-            others = peers.of_first(self._begin)
-            for file in self._files:
-                pieces = source.pieces([each.source for each in file.tensors])
-                peers.together(functools.partial(self._write, file, pieces))
-            peers.of_first(self._finish)
-        except BaseException:
-            if self._folder is not None:
-                self._folder.give_up()
-            raise
-        names = (*(file.name for file in self._files), *others)
-        return ExportedWeights(
-            self._path, names, sum(len(file.tensors) for file in self._files), self._total
-        )
-
-    def _begin(self) -> list[str]:
-        others = self._beside()
-        if len(self._files) > 1:
-            others[INDEX] = _index_of(self._files)
-        self._folder = ExportFolder(self._path, new_tag(), overwrite=self._overwrite, names=others)
-        self._folder.write(others)
-        return [*others]
-
-    def _write(self, file: PlannedFile, pieces: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Write a file on rank 0; send what it needs on the others."""
-        try:
-            if self._folder is not None:
-                self._write_weights(self._folder.folder.create(file.name), file, pieces)
-        finally:
-            # Where writing has failed, the others still send: all end this file, and then fail together.
-            for _ in pieces:
-                pass
-
-    def _write_weights(
-        self, out: NewFile, file: PlannedFile, pieces: Iterator[tuple[str, torch.Tensor]]
-    ) -> None:
-        header, _ = header_of([each.target for each in file.tensors], {"format": "pt"})
-        dtypes = {each.source: each.target.dtype for each in file.tensors}
-        left = file.nbytes
-        try:
-            out.write(header)
-            for name, piece in pieces:
-                data = host_bytes(piece.to(dtypes[name]))
-                out.write(data)
-                left -= len(data)
-                self._done += len(data)
-                if self._progress is not None:
-                    self._progress(self._done, self._total)
-            assert left == 0
-        except BaseException:
-            out.discard()
-            raise
-        out.finish()
-
-    def _finish(self) -> None:
-        assert self._folder is not None
-        self._folder.finish()
+def _write_weights(
+    out: NewFile,
+    file: _File,
+    pieces: Iterator[tuple[str, torch.Tensor]],
+    count: Callable[[int], None],
+) -> None:
+    header, _ = header_of([each.target for each in file], {"format": "pt"})
+    dtypes = {each.source: each.target.dtype for each in file}
+    left = sum(each.target.nbytes for each in file)
+    try:
+        out.write(header)
+        for name, piece in pieces:
+            data = host_bytes(piece.to(dtypes[name]))
+            out.write(data)
+            left -= len(data)
+            count(len(data))
+        assert left == 0
+    except BaseException:
+        out.discard()
+        raise
+    out.finish()
 
 
 def _planned(
     available: Sequence[Described], dtype: torch.dtype | None, rename: Rename, most_nbytes: int
-) -> list[PlannedFile]:
+) -> dict[str, _File]:
+    """Return the files of weights by their names: which tensors go where, as what."""
     if dtype is not None and not is_wide_float(dtype):
         raise CheckpointError(f"dtype is {dtype}: give a floating-point one of at least two bytes.")
     by_name = {each.name: each for each in available}
@@ -307,7 +294,7 @@ def _planned(
     for new, name in by_new_name(by_name, rename).items():
         found = by_name[name]
         own = dtype if dtype is not None and is_wide_float(found.dtype) else found.dtype
-        tensors.append(ToExport(name, Described(new, own, found.shape)))
+        tensors.append(_ToExport(name, Described(new, own, found.shape)))
     if not tensors:
         raise CheckpointError(
             "There is nothing to export: no parameters, or rename= leaves all out."
@@ -315,9 +302,9 @@ def _planned(
     return _divided(tensors, most_nbytes)
 
 
-def _divided(tensors: Sequence[ToExport], most_nbytes: int) -> list[PlannedFile]:
+def _divided(tensors: _File, most_nbytes: int) -> dict[str, _File]:
     """Divide tensors among files, in their order; one that is larger than that has its own file."""
-    parts: list[list[ToExport]] = [[]]
+    parts: list[list[_ToExport]] = [[]]
     size = 0
     for tensor in tensors:
         if parts[-1] and size + tensor.target.nbytes > most_nbytes:
@@ -330,13 +317,12 @@ def _divided(tensors: Sequence[ToExport], most_nbytes: int) -> list[PlannedFile]
         names = [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)]
     # Wide dtypes first, which keeps every tensor aligned.
     ordered = [sorted(part, key=lambda each: -each.target.dtype.itemsize) for part in parts]
-    return [PlannedFile(*each) for each in zip(names, ordered, strict=True)]
+    return dict(zip(names, ordered, strict=True))
 
 
-def _index_of(files: Sequence[PlannedFile]) -> bytes:
+def _index_of(files: Mapping[str, _File], total: int) -> bytes:
     """Return the index, which says in which file each tensor is."""
-    names = {each.target.name: file.name for file in files for each in file.tensors}
-    total = sum(file.nbytes for file in files)
+    names = {tensor.target.name: name for name, file in files.items() for tensor in file}
     return as_json({"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))})
 
 
@@ -354,24 +340,10 @@ def size_of(text: int | str) -> int:
     return int(size)
 
 
-def _main_dtype(files: Sequence[PlannedFile]) -> torch.dtype | None:
+def _main_dtype(tensors: Sequence[Described]) -> torch.dtype | None:
     """Return the floating-point dtype of most of the weights."""
     nbytes: Counter[torch.dtype] = Counter()
-    for file in files:
-        for each in file.tensors:
-            if is_wide_float(each.target.dtype):
-                nbytes[each.target.dtype] += each.target.nbytes
+    for tensor in tensors:
+        if is_wide_float(tensor.dtype):
+            nbytes[tensor.dtype] += tensor.nbytes
     return nbytes.most_common(1)[0][0] if nbytes else None
-
-
-def _checkpoint(folder: Folder) -> Folder:
-    """Return a checkpoint, or the newest one of a folder of them."""
-    if folder.size_of(MANIFEST) is not None:
-        return folder
-    found = latest_checkpoint(folder.location)
-    if found is None:
-        raise CheckpointError(
-            f"{folder}: is no complete checkpoint, and holds none. Of files of other forms, make one first: "
-            f"fullshard ckpt import.{said_below(folder)}"
-        )
-    return folder_at(found.path)

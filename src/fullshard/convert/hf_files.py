@@ -9,9 +9,9 @@ lies. Nothing of what it says is believed before it was compared with the file: 
 made to do harm, is refused by name.
 """
 
+import dataclasses
 import hashlib
 import itertools
-import math
 import os
 import stat
 import struct
@@ -28,7 +28,6 @@ from fullshard.checkpoint.write import PART_OF
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.json_files import parse_json, read_json
 from fullshard.plan.boxes import common, whole_box
-from fullshard.plan.layout import Shape
 from fullshard.state.host_memory import checksum
 
 WEIGHTS = "model.safetensors"
@@ -43,17 +42,12 @@ _LIMITS = Limits(buffer_nbytes=8 << 20, gap_nbytes=128 << 10)
 _TASK_NBYTES = 4 << 20
 
 
-class Entry(NamedTuple):
-    """A tensor in a file. dtype: as safetensors names it. start: its first byte in the file."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entry(SavedTensor):
+    """A tensor in a file. start: its first byte in the file."""
 
-    shape: Shape
-    dtype: str
     file: int
     start: int
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 class WeightFile(NamedTuple):
@@ -190,11 +184,12 @@ def _entry(path: Path, name: str, fields: Any, number: int, data_start: int, nby
     numbers = [*shape, begin, end] if isinstance(shape, list) and len(shape) <= 64 else [None]
     if not all(type(each) is int and 0 <= each <= _LARGEST for each in numbers):
         raise _refused(path, f"{name} has the shape {shape!r:.80} at {begin!r:.40} to {end!r:.40}")
-    if math.prod(shape) * DTYPES[dtype].itemsize != end - begin:
+    entry = Entry(tuple(shape), DTYPES[dtype], file=number, start=data_start + begin)
+    if entry.nbytes != end - begin:
         raise _refused(path, f"{name} of shape {shape} and {dtype} would have {end - begin} bytes")
     if data_start + end > nbytes:
         raise _refused(path, f"ends before {name} does; it may have been cut short")
-    return Entry(tuple(shape), dtype, number, data_start + begin)
+    return entry
 
 
 def _check_apart(path: Path, entries: Mapping[str, Entry]) -> None:
@@ -231,10 +226,7 @@ class WeightsReader(SavedState):
     def __init__(self, path: Path, weights: Weights) -> None:
         self.location = path
         self.digest = checksum("".join(file.digest for file in weights.files).encode())
-        self.tensors = {
-            f"{SECTION}{name}": SavedTensor(entry.shape, DTYPES[entry.dtype])
-            for name, entry in weights.tensors.items()
-        }
+        self.tensors = {f"{SECTION}{name}": entry for name, entry in weights.tensors.items()}
         self.values = {"models": ["model"], "optimizers": {}, "extra": {}}
         self._weights = weights
         self._open: dict[int, int] = {}
@@ -286,7 +278,7 @@ class WeightsReader(SavedState):
                 position, rest = position + count, rest[count:]
             return len(out)
 
-        return read_shared(wanted, piece, shared, DTYPES[entry.dtype], read, _LIMITS)
+        return read_shared(wanted, piece, shared, entry.dtype, read, _LIMITS)
 
     def _descriptor(self, number: int) -> int:
         """Open a file, and compare it once with what was read of it before."""

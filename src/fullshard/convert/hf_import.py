@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +18,6 @@ from fullshard.checkpoint.fit import (
     listed,
     other_shape,
 )
-from fullshard.checkpoint.manifest import DTYPES
 from fullshard.checkpoint.opening import disk_path
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.read import Wanted
@@ -98,11 +98,7 @@ def load_hf(
         if not allowed & {"missing", "memory"}:  # what is missing is not written to
             check_room(peers, weights.source, lambda: Load([model]))
 
-        def planned() -> tuple[_Plan, list[str]]:
-            plan = _plan(model, weights, reader, rename)
-            return plan, plan.problems
-
-        plan, problems = peers.together_telling(planned)
+        plan, problems = peers.together_telling(lambda: _plan(model, weights, reader, rename))
         source = Source(weights.source, "folder", _ADVICE, prefix_hint)
         differing = check_fits(source, problems, allowed)
 
@@ -124,37 +120,36 @@ def load_hf(
 _ADVICE = "Load the weights of this model, give rename=, or say in allow= what may differ."
 
 
-@dataclasses.dataclass(slots=True)
-class _Plan:
-    """What this rank loads: holdings, their boxes by names in the files, and what does not fit."""
+class _Plan(NamedTuple):
+    """What this rank loads: holdings, and their boxes by names in the files."""
 
     holdings: list[Holding]
     wanted: list[Wanted]
-    problems: list[str]
 
 
-def _plan(model: nn.Module, weights: Weights, reader: WeightsReader, rename: Rename) -> _Plan:
+def _plan(
+    model: nn.Module, weights: Weights, reader: WeightsReader, rename: Rename
+) -> tuple[_Plan, list[str]]:
+    """Return what this rank loads, and what does not fit."""
     in_files = by_new_name(weights.tensors, rename)
-    plan = _Plan([], [], [])
-    taken: set[str] = set(computed_names(model))
+    plan, problems = _Plan([], []), []
+    taken = computed_names(model)
     for holding in holdings_of(model, writes="load_hf"):
         names = [name for name in map(plain_name, holding.names) if name in in_files]
         taken.update(names)
-        if not names:
-            plan.problems.append(f"missing {plain_name(holding.name)}")
-            continue
         found = [in_files[name] for name in names]
         faults = [fault for name in found if (fault := _fault(name, weights, holding))]
-        if not faults and not _are_equal(found, holding, reader):
+        if not names:
+            faults = [f"missing {plain_name(holding.name)}"]
+        elif not faults and not _are_equal(found, holding, reader):
             faults = [f"untied {' and '.join(names)}"]
-        plan.problems += faults
+        problems += faults
         if not faults:
             plan.holdings.append(holding)
-            plan.wanted += [
+            plan.wanted.extend(
                 Wanted(f"{SECTION}{found[0]}", box, view) for box, view in holding.boxes
-            ]
-    plan.problems += [f"unexpected {name}" for name in in_files if name not in taken]
-    return plan
+            )
+    return plan, problems + [f"unexpected {name}" for name in in_files if name not in taken]
 
 
 def _fault(name: str, weights: Weights, holding: Holding) -> str | None:
@@ -162,7 +157,7 @@ def _fault(name: str, weights: Weights, holding: Holding) -> str | None:
     entry = weights.tensors[name]
     if entry.shape != holding.shape:
         return other_shape(name, entry.shape, holding.shape, "file")
-    dtype = DTYPES[entry.dtype]
+    dtype = entry.dtype
     if dtype != holding.dtype and not (is_wide_float(dtype) and is_wide_float(holding.dtype)):
         return f"kind {name}: {dtype} in the file, {holding.dtype} here"
     return None

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -14,12 +13,16 @@ import torch
 
 from fullshard.checkpoint.opening import Location
 from fullshard.checkpoint.read import Reader, SavedState
-from fullshard.convert.opening import Progress, form_of, open_state, read_box
+from fullshard.convert.opening import (
+    Progress,
+    counting,
+    form_of,
+    open_state,
+    parts_of,
+    read_box,
+)
 from fullshard.errors import CheckpointError
-from fullshard.plan.boxes import in_rows, whole_box
 from fullshard.state.host_memory import bytes_of
-
-_PART_NBYTES = 64 << 20  # of a tensor that are in memory at a time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -152,13 +155,11 @@ def verify_checkpoint(path: Location, *, progress: Progress = None) -> VerifiedC
     with open_state(path) as state:
         total = sum(tensor.nbytes for tensor in state.tensors.values())
         faults: dict[str, str] = {}
-        done = 0
+        count = counting(progress, total)
         for name, nbytes, fault in _checked(state):
-            done += nbytes
             if fault is not None:
                 faults.setdefault(name, str(fault))
-            if progress is not None:
-                progress(done, total)
+            count(nbytes)
         return VerifiedCheckpoint(state.location, total, isinstance(state, Reader), faults)
 
 
@@ -185,13 +186,12 @@ def diff_checkpoints(
             CheckpointDifference(name, "only in the second") for name in theirs if name not in ours
         ]
         common = [name for name in ours if name in theirs]
-        sizes = [one.tensors[ours[name]].nbytes for name in common]
-        total = sum(sizes)
-        for name, done in zip(common, itertools.accumulate(sizes), strict=True):
+        sizes = {name: one.tensors[ours[name]].nbytes for name in common}
+        count = counting(progress, sum(sizes.values()))
+        for name in common:
             difference = _tensor_difference(name, (one, ours[name]), (two, theirs[name]), tolerance)
             found += [difference] if difference is not None else []
-            if progress is not None:
-                progress(done, total)
+            count(sizes[name])
         found += _value_differences(one, two, sections)
     return sorted(found, key=lambda each: (each.kind, each.name))
 
@@ -202,7 +202,7 @@ def _checked(state: SavedState) -> Iterator[tuple[str, int, CheckpointError | No
         yield from state.verify()
         return
     for name, tensor in state.tensors.items():
-        for box in in_rows(whole_box(tensor.shape), tensor.dtype.itemsize, _PART_NBYTES):
+        for box in parts_of(tensor):
             fault = None
             try:
                 read_box(state, name, box)
@@ -230,7 +230,7 @@ def _tensor_difference(
     if first.dtype != second.dtype:
         return CheckpointDifference(name, "dtype", str(first.dtype), str(second.dtype))
     count, largest = 0, 0.0
-    for box in in_rows(whole_box(first.shape), first.dtype.itemsize, _PART_NBYTES):
+    for box in parts_of(first):
         a, b = read_box(*one, box), read_box(*two, box)
         if bytes_of(a) == bytes_of(b):
             continue

@@ -7,6 +7,7 @@ of them is under a usual key, or all are in a dict "model"; else they are extra 
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,34 @@ from fullshard.checkpoint.foreign import (
     endings,
 )
 from fullshard.checkpoint.manager import latest_checkpoint
-from fullshard.checkpoint.manifest import MANIFEST
+from fullshard.checkpoint.manifest import MANIFEST, SavedTensor
 from fullshard.checkpoint.opening import Location, folder_at, opened
 from fullshard.checkpoint.peers import said
 from fullshard.checkpoint.read import Names, Reader, SavedState, Wanted, naming_malformed
 from fullshard.checkpoint.values import encoded
 from fullshard.convert.hf_files import WeightsReader, weights_of
 from fullshard.errors import CheckpointError
-from fullshard.plan.boxes import Box, whole_box
+from fullshard.plan.boxes import Box, in_rows, whole_box
 
+PART_NBYTES = 64 << 20  # of a tensor that are in memory at a time
 _OF_A_RUN = "checkpoints"  # where `fullshard train` keeps them in a run's folder
 _Path = tuple[str | int, ...]
 
 Progress = Callable[[int, int], object] | None  # bytes done so far, and in all
+
+
+def counting(progress: Progress, total: int) -> Callable[[int], None]:
+    """Return what threads call with the bytes of each part that is done, to tell the progress."""
+    done, lock = 0, threading.Lock()
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += nbytes
+            if progress is not None:
+                progress(done, total)
+
+    return count
 
 
 @contextlib.contextmanager
@@ -104,6 +120,11 @@ def read_box(state: SavedState, name: str, box: Box) -> torch.Tensor:
     if value.numel():
         state.read([Wanted(name, box, value)])
     return value
+
+
+def parts_of(tensor: SavedTensor | torch.Tensor) -> Iterator[Box]:
+    """Cut a tensor into parts that are in memory at a time: rows, as many as fit."""
+    return in_rows(whole_box(tensor.shape), tensor.dtype.itemsize, PART_NBYTES)
 
 
 def form_of(state: SavedState) -> str:

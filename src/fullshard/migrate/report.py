@@ -2,19 +2,18 @@
 
 import dataclasses
 import itertools
+import json
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.fsdp1.module import FullyShardedDataParallel
 from fullshard.migrate.translation import (
     PROGRAM,
-    Call,
     Translation,
     call_for,
     policy_expression,
@@ -25,6 +24,7 @@ from fullshard.migrate.wrappers import (
     mesh_expression,
     original_path,
     owner_among,
+    wrappers_in,
 )
 
 _WIDTH = 100
@@ -60,14 +60,8 @@ class MigrationReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as lists, dicts, strings and booleans."""
-        return {
-            "instances": [
-                {**dataclasses.asdict(each), "arguments": _dicts(each.arguments)}
-                for each in self.instances
-            ],
-            "program": _dicts(self.program),
-            "code": self.code,
-        }
+        found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return found
 
     def __str__(self) -> str:
         common = [
@@ -94,34 +88,27 @@ def migrate_report(model: nn.Module) -> MigrationReport:
     Changes nothing and communicates nothing. Raises StateError if nothing in the model is wrapped.
     """
     instances = find_instances(model)
-    meshes = _Variables("mesh", [None if i.skipped else mesh_expression(i) for i in instances])
-    policies = _Variables(
-        "mp_policy", [None if i.skipped else policy_expression(i) for i in instances]
-    )
+    mesh_of, meshes = _variables("mesh", instances, mesh_expression)
+    policy_of, policies = _variables("mp_policy", instances, policy_expression)
     ignored = _ignored_names(model, instances)
-    calls = [
-        call_for(i, mesh=mesh, policy=policy, ignored=_below(i, ignored))
-        for i, mesh, policy in zip(instances, meshes.names, policies.names, strict=True)
-    ]
-    variables = {**meshes.assigned, **policies.assigned}
+    calls: list[tuple[Instance, str]] = []
+    reports: list[InstanceReport] = []
+    for instance, mesh, policy in zip(instances, mesh_of, policy_of, strict=True):
+        names = _below(instance, ignored)
+        call, arguments = call_for(instance, mesh=mesh, policy=policy, ignored=names)
+        kind, shown = instance.kind, call.format(_module_at(instance.path))
+        if instance.note:
+            shown = ""
+        else:
+            calls.append((instance, call))
+        module_class = f"{kind.__module__}.{kind.__qualname__}"
+        reports.append(InstanceReport(instance.path, module_class, shown, instance.note, arguments))
+    variables = {**meshes, **policies}
     if ignored:
         variables["ignored"] = f"{{model.get_parameter(name) for name in {_tuple(ignored)}}}"
-    reports = [
-        InstanceReport(
-            path=instance.path,
-            module_class=f"{instance.kind.__module__}.{instance.kind.__qualname__}",
-            call="" if instance.skipped else call.on(_module_at(instance.path)),
-            note=instance.skipped.value if instance.skipped else "",
-            arguments=call.arguments,
-        )
-        for instance, call in zip(instances, calls, strict=True)
-    ]
-    code = _program(model, list(zip(instances, calls, strict=True)), variables)
+    is_alone = any(instance.is_alone for instance in instances)
+    code = _program(model, calls, variables, is_alone=is_alone)
     return MigrationReport(tuple(reports), PROGRAM, code)
-
-
-def _dicts(translations: Sequence[Translation]) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(each) for each in translations]
 
 
 def _alike(instances: Sequence[InstanceReport]) -> list[list[InstanceReport]]:
@@ -168,18 +155,19 @@ def _bullets(translations: Sequence[Translation]) -> list[str]:
 # What the options of calls name
 
 
-class _Variables:
-    """Variables of the program for the distinct ones of some expressions: name, or name_1, name_2 if several.
+def _variables(
+    name: str, instances: Sequence[Instance], expression_of: Callable[[Instance], str | None]
+) -> tuple[list[str | None], dict[str, str]]:
+    """Return the variable of each instance for an expression, if it has one, and the expressions by variables.
 
-    names: of each expression, or None. assigned: expressions by name.
+    The variables are `name`, or name_1 and name_2 if there are several expressions.
     """
-
-    def __init__(self, name: str, expressions: Sequence[str | None]) -> None:
-        distinct = [each for each in dict.fromkeys(expressions) if each]
-        names = [f"{name}_{n}" for n in range(1, len(distinct) + 1)]
-        by_expression = dict(zip(distinct, names if len(distinct) > 1 else [name], strict=False))
-        self.names = [by_expression.get(each) if each else None for each in expressions]
-        self.assigned = {name: expression for expression, name in by_expression.items()}
+    expressions = [None if each.note else expression_of(each) for each in instances]
+    distinct = [each for each in dict.fromkeys(expressions) if each]
+    several = [f"{name}_{n}" for n in range(1, len(distinct) + 1)]
+    names = dict(zip(distinct, several if len(distinct) > 1 else [name], strict=False))
+    assigned = {name: expression for expression, name in names.items()}
+    return [names.get(each) if each else None for each in expressions], assigned
 
 
 def _ignored_names(model: nn.Module, instances: Iterable[Instance]) -> dict[str, nn.Parameter]:
@@ -203,18 +191,19 @@ def _below(instance: Instance, ignored: Mapping[str, nn.Parameter]) -> list[str]
 
 def _program(
     model: nn.Module,
-    calls: Sequence[tuple[Instance, Call]],
+    calls: Sequence[tuple[Instance, str]],
     variables: Mapping[str, str],
+    *,
+    is_alone: bool,
 ) -> str:
     """Return the program: imports, variables, then the calls bottom-up, in loops if equal."""
     body = [_assignment(name, expression) for name, expression in variables.items()]
     body += [""] if body else []
-    made = sorted((each for each in calls if not each[0].skipped), key=_loop_key)
-    for _, group in itertools.groupby(made, key=_loop_key):
+    for _, group in itertools.groupby(sorted(calls, key=_loop_key), key=_loop_key):
         body += _loop(list(group))
     body += _buffer_casts(model)
     remarks = ["# `model` is as it was before it was wrapped."]
-    if any(instance.is_alone for instance, _ in calls):
+    if is_alone:
         remarks.append("# As for FULL_SHARD: on one rank, what was asked for is not known.")
     return "\n".join([*_imports("\n".join(body)), "", *remarks, *body, ""])
 
@@ -235,29 +224,27 @@ def _assignment(name: str, expression: str) -> str:
     return "\n".join([f"{function}(", *(f"    {field}," for field in fields.split(", ")), ")"])
 
 
-def _loop_key(
-    each: tuple[Instance, Call],
-) -> tuple[int, str, str, tuple[tuple[str, str], ...], str]:
+def _loop_key(each: tuple[Instance, str]) -> tuple[int, str, str, str]:
     """Return a sort key: bottom-up, and calls that can be one loop next to each other.
 
     Those of blocks.0 and blocks.1 can, that of blocks.0.norm cannot.
     """
     instance, call = each
     path = re.sub(r"\d+", "#", instance.path)
-    return instance.height, instance.kind.__name__, call.function, call.options, path
+    return instance.height, instance.kind.__name__, call, path
 
 
-def _loop(calls: Sequence[tuple[Instance, Call]]) -> list[str]:
+def _loop(calls: Sequence[tuple[Instance, str]]) -> list[str]:
     """Return the lines of one call, or of a loop over the paths of several equal ones."""
     paths = [instance.path for instance, _ in calls]
     instance, call = calls[0]
     remark = f"  # {instance.kind.__name__}"
     if len(calls) == 1:
-        return [f"{call.on(_module_at(instance.path))}{remark}"]
+        return [f"{call.format(_module_at(instance.path))}{remark}"]
     ranges = _ranges(paths)
     if ranges is None:
         loop = f"for path in {_tuple(paths)}:{remark}"
-        return [loop, f"    {call.on('model.get_submodule(path)')}"]
+        return [loop, f"    {call.format('model.get_submodule(path)')}"]
     lines, path, indent = [], instance.path.split("."), ""
     for (position, numbers), name in zip(ranges.items(), "ijklmn", strict=False):
         span = f"{numbers[-1] + 1}" if numbers[0] == 0 else f"{numbers[0]}, {numbers[-1] + 1}"
@@ -266,7 +253,7 @@ def _loop(calls: Sequence[tuple[Instance, Call]]) -> list[str]:
         indent += "    "
     lines[-1] += remark
     target = f'model.get_submodule(f"{".".join(path)}")'
-    return [*lines, f"{indent}{call.on(target)}"]
+    return [*lines, f"{indent}{call.format(target)}"]
 
 
 def _ranges(paths: Sequence[str]) -> dict[int, list[int]] | None:
@@ -287,11 +274,7 @@ def _ranges(paths: Sequence[str]) -> dict[int, list[int]] | None:
 
 def _buffer_casts(model: nn.Module) -> Iterator[str]:
     """Yield the lines that cast the buffers that instances cast: all of them, or some by name."""
-    wrappers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, FullyShardedDataParallel)
-    }
+    wrappers = wrappers_in(model)
     casts: dict[torch.dtype, list[str]] = {}
     num_others = 0
     for path, module in model.named_modules():

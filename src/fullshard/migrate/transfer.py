@@ -12,7 +12,7 @@ from torch import nn
 from fullshard.comm.outside_steps import gather_objects
 from fullshard.errors import StateError
 from fullshard.fsdp1.state_dicts import saving_sharded
-from fullshard.state.first_state import first_state, lacking_state, with_first_states
+from fullshard.state.first_state import first_state, with_first_states
 from fullshard.state.optim import SaveOptions, Values, load, save
 from fullshard.state.optim_keys import trained_in
 from fullshard.state.structure import structure_of, whole_of
@@ -88,7 +88,6 @@ def _refuse_incomplete(
     if "state" not in saved:
         return  # `load` refuses it
     trained = trained_in(structure_of(model))
-    lacking = set(lacking_state(optimizer))
     missing: list[str] = []
     taken: set[str] = set()
     for number, group in enumerate(optimizer.param_groups):
@@ -97,15 +96,12 @@ def _refuse_incomplete(
             taken.update(names)
             if not names or not parameter.requires_grad:
                 continue
-            is_lacking = (number, position) in lacking
-            kept = (
-                first_state(optimizer, number, position)
-                if is_lacking
-                else optimizer.state[parameter]
-            )
-            gone = {name: kept.keys() - saved["state"].get(name, {}).keys() for name in names}
+            has_state = optimizer.state.get(parameter)  # `[]` would insert an empty one
+            wanted = has_state or first_state(optimizer, number, position)
             missing += [
-                f"{name} ({', '.join(sorted(keys))})" for name, keys in gone.items() if keys
+                f"{name} ({', '.join(sorted(gone))})"
+                for name in names
+                if (gone := wanted.keys() - saved["state"].get(name, {}).keys())
             ]
     known = {name for entry in trained.values() for name in entry.names}
     left = [name for name in saved["state"] if name in known - taken]

@@ -30,26 +30,6 @@ class Translation:
         return f"{was} -> {'' if self.has_equivalent else 'no equivalent: '}{self.becomes}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Call:
-    """The call that replaces an instance: "fully_shard" or "replicate", and (keyword, source text) of its options.
-
-    arguments: what each argument that the instance keeps becomes in it.
-    """
-
-    function: str
-    options: tuple[tuple[str, str], ...]
-    arguments: tuple[Translation, ...]
-
-    def on(self, module: str) -> str:
-        """Return the call as source text, such as ``fully_shard(model, mesh=mesh)``.
-
-        module: the first argument, as source text.
-        """
-        options = (f"{name}={value}" for name, value in self.options)
-        return f"{self.function}({', '.join([module, *options])})"
-
-
 _OTHERS = "get_optimizer_state_dict or set_optimizer_state_dict, as above"
 
 # Arguments that an instance does not keep, then its methods, then functions that belong to it.
@@ -98,8 +78,10 @@ PROGRAM = tuple(
 
 def call_for(
     instance: Instance, *, mesh: str | None, policy: str | None, ignored: Sequence[str]
-) -> Call:
-    """Return the call that replaces an instance.
+) -> tuple[str, tuple[Translation, ...]]:
+    """Return the call that replaces an instance, and what becomes of each argument that the instance keeps.
+
+    The call is source text with {} for the module: "fully_shard({}, mesh=mesh)".
 
     mesh, policy: variables of the program that have them; None if there is no need. ignored: the names of
     ignored parameters below the module.
@@ -113,20 +95,17 @@ def call_for(
         "offload_policy": "CPUOffloadPolicy()" if offload else None,
         "ignored_params": "ignored" if ignored else None,
     }
-    return Call(
-        "replicate" if instance.is_replicated else "fully_shard",
-        tuple((name, value) for name, value in options.items() if value is not None),
-        (
-            _strategy(instance, options),
-            _ranks(instance, options),
-            *_precision(instance, options),
-            Translation("cpu_offload", str(offload), _said(options, "offload_policy")),
-            Translation(
-                "ignored_states", ", ".join(ignored) or "None", _said(options, "ignored_params")
-            ),
-            *_prefetch(instance),
-            *_without_options(instance),
+    function = "replicate" if instance.is_replicated else "fully_shard"
+    given = [f"{name}={value}" for name, value in options.items() if value is not None]
+    return f"{function}({', '.join(['{}', *given])})", (
+        _strategy(instance, options),
+        _ranks(instance, options),
+        *_precision(instance, options),
+        Translation("cpu_offload", str(offload), _said(options, "offload_policy")),
+        Translation(
+            "ignored_states", ", ".join(ignored) or "None", _said(options, "ignored_params")
         ),
+        *_without_options(instance),
     )
 
 
@@ -207,74 +186,56 @@ def _precision(instance: Instance, options: _Options) -> Iterator[Translation]:
         becomes = f"cast_forward_inputs={value} ({where})"
         yield Translation(f"mixed_precision.{name}", str(value), becomes)
     if given.buffer_dtype is not None:
-        yield Translation(
-            "mixed_precision.buffer_dtype",
-            _named(given.buffer_dtype),
-            "cast buffers once, as the code does",
-            has_equivalent=False,
-        )
+        yield _no_equivalent("mixed_precision.buffer_dtype", _named(given.buffer_dtype))
     if given.keep_low_precision_grads:
-        yield Translation(
-            "mixed_precision.keep_low_precision_grads",
-            "True",
-            "gradients have the dtype of the shards. To save their memory, shard the model in that "
-            "dtype and let the optimizer keep a float32 copy",
-            has_equivalent=False,
-        )
+        yield _no_equivalent("mixed_precision.keep_low_precision_grads", "True")
     if instance.wrapper._computes_fully_in_eval:
-        yield Translation(
-            "FSDP_USE_FULL_PREC_IN_EVAL",
-            "1",
-            "a policy holds in evaluation too. Evaluate a copy that is sharded without one",
-            has_equivalent=False,
-        )
-
-
-def _prefetch(instance: Instance) -> Iterator[Translation]:
-    wrapper = instance.wrapper
-    when = wrapper.backward_prefetch
-    is_before = when is BackwardPrefetch.BACKWARD_PRE
-    yield Translation(
-        "backward_prefetch",
-        "None" if when is None else when.name,
-        "nothing: the next unit is gathered before the current one's backward; "
-        "set_modules_to_backward_prefetch([...]) chooses others"
-        if is_before
-        else "the next unit is always gathered before the current one's backward, which costs the "
-        "memory of one unit",
-        has_equivalent=is_before,
-    )
-    yield Translation(
-        "forward_prefetch",
-        str(wrapper.forward_prefetch),
-        "nothing: the next unit is gathered during the current one's forward; "
-        "set_modules_to_forward_prefetch([...]) chooses others",
-    )
+        yield _no_equivalent("FSDP_USE_FULL_PREC_IN_EVAL", "1")
 
 
 def _without_options(instance: Instance) -> Iterator[Translation]:
-    """Yield the arguments that need no option."""
-    wrapper = instance.wrapper
-    yield Translation(
-        "limit_all_gathers",
-        str(wrapper.limit_all_gathers),
-        "nothing: memory is always bounded",
-    )
-    yield Translation(
-        "use_orig_params",
-        str(wrapper._use_orig_params),
-        "nothing: parameters are always themselves, as DTensors. Build the optimizer afterwards",
-    )
-    yield Translation(
-        "device_id", str(wrapper.compute_device), "nothing: modules move to the mesh's device"
-    )
+    """Yield the arguments that need no option, or for which there is none."""
+    wrapper, name = instance.wrapper, "backward_prefetch"
+    if wrapper.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
+        when = wrapper.backward_prefetch
+        yield _no_equivalent(name, "None" if when is None else when.name)
+    else:
+        yield Translation(name, wrapper.backward_prefetch.name, f"nothing: {_NOTHING[name]}")
+    values = {
+        "forward_prefetch": wrapper.forward_prefetch,
+        "limit_all_gathers": wrapper.limit_all_gathers,
+        "use_orig_params": wrapper._use_orig_params,
+        "device_id": wrapper.compute_device,
+    }
+    for name, value in values.items():
+        yield Translation(name, str(value), f"nothing: {_NOTHING[name]}")
     if wrapper._unit.config.comm_hook is not None:
-        yield Translation(
-            "register_comm_hook",
-            "registered",
-            "its arguments are other ones: set_custom_reduce_scatter or set_all_reduce_hook",
-            has_equivalent=False,
-        )
+        yield _no_equivalent("register_comm_hook", "registered")
+
+
+# Arguments that need no option, with the reason; and what to do instead of those that have no equivalent.
+_NOTHING = {
+    "backward_prefetch": "the next unit is gathered before the current one's backward; "
+    "set_modules_to_backward_prefetch([...]) chooses others",
+    "forward_prefetch": "the next unit is gathered during the current one's forward; "
+    "set_modules_to_forward_prefetch([...]) chooses others",
+    "limit_all_gathers": "memory is always bounded",
+    "use_orig_params": "parameters are always themselves, as DTensors. Build the optimizer afterwards",
+    "device_id": "modules move to the mesh's device",
+}
+_INSTEAD = {
+    "mixed_precision.buffer_dtype": "cast buffers once, as the code does",
+    "mixed_precision.keep_low_precision_grads": "gradients have the dtype of the shards. To save their memory, "
+    "shard the model in that dtype and let the optimizer keep a float32 copy",
+    "FSDP_USE_FULL_PREC_IN_EVAL": "a policy holds in evaluation too. Evaluate a copy that is sharded without one",
+    "backward_prefetch": "the next unit is always gathered before the current one's backward, which costs the "
+    "memory of one unit",
+    "register_comm_hook": "its arguments are other ones: set_custom_reduce_scatter or set_all_reduce_hook",
+}
+
+
+def _no_equivalent(name: str, value: str) -> Translation:
+    return Translation(name, value, _INSTEAD[name], has_equivalent=False)
 
 
 def _named(dtype: torch.dtype) -> str:

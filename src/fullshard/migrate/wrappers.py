@@ -1,7 +1,6 @@
 """The wrapped modules of a model: where they were in the model before it was wrapped, and their meshes."""
 
 import dataclasses
-import enum
 import itertools
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -16,12 +15,8 @@ from fullshard.fsdp1.options import HYBRID_SHARDING_STRATEGIES, ShardingStrategy
 from fullshard.plan.units import clean_name
 from fullshard.torch_private import COMPILED_MODULE
 
-
-class Skipped(enum.Enum):
-    """Reasons why an instance needs no call of its own."""
-
-    WRAPPED_AGAIN = "an instance inside wraps the same module and makes the call"
-    CONTAINER = "a container without forward, which fully_shard refuses: what is inside is enough"
+_WRAPPED_AGAIN = "an instance inside wraps the same module and makes the call"
+_CONTAINER = "a container without forward, which fully_shard refuses: what is inside is enough"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +26,7 @@ class Instance:
     path: of the wrapped module, in the model before it was wrapped.
     parent: the instance around this one, None for an outermost one.
     height: 0 if no other instance is inside, else one more than the largest height inside.
+    note: why it needs no call of its own; "" if it does.
     """
 
     path: str
@@ -38,7 +34,7 @@ class Instance:
     parent: "Instance | None"
     height: int
     is_root: bool
-    skipped: Skipped | None
+    note: str
 
     @property
     def kind(self) -> type[nn.Module]:
@@ -71,11 +67,7 @@ class Instance:
 
 def find_instances(model: nn.Module) -> list[Instance]:
     """Return the instances in a model, outermost first. Raises StateError if there is none."""
-    wrappers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, FullyShardedDataParallel)
-    }
+    wrappers = wrappers_in(model)
     if not wrappers:
         raise StateError(_nothing_wrapped(model))
     parents = {name: owner_among(wrappers, name.rpartition(".")[0]) for name in wrappers}
@@ -94,11 +86,17 @@ def find_instances(model: nn.Module) -> list[Instance]:
             is_root = parent.is_root
         is_list = isinstance(wrapper.module, (nn.ModuleList, nn.ModuleDict))
         has_forward = type(wrapper.module).forward is not nn.Module.forward
-        skipped = Skipped.CONTAINER if is_list and not has_forward else None
+        note = _CONTAINER if is_list and not has_forward else ""
         if innermost[path] != name:
-            skipped = Skipped.WRAPPED_AGAIN
-        found[name] = Instance(path, wrapper, parent, heights[name], is_root, skipped)
+            note = _WRAPPED_AGAIN
+        found[name] = Instance(path, wrapper, parent, heights[name], is_root, note)
     return list(found.values())
+
+
+def wrappers_in(model: nn.Module) -> dict[str, FullyShardedDataParallel]:
+    """Return the wrappers in a model by their names in it, outermost first."""
+    modules = model.named_modules()
+    return {name: m for name, m in modules if isinstance(m, FullyShardedDataParallel)}
 
 
 def owner_among(wrappers: Mapping[str, FullyShardedDataParallel], name: str) -> str | None:

@@ -9,10 +9,11 @@ import importlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fullshard.errors import FullshardError
 from fullshard.json_files import read_json
+from fullshard.models.sizes import LlamaConfig
 
 # What says how a model is stored, started or run by others, and not what it computes from its weights.
 _ASIDE = frozenset(
@@ -40,33 +41,6 @@ class ModelConfigError(FullshardError, ValueError):
     """A configuration that cannot be read, or whose model cannot be trained here."""
 
 
-class Blueprint(Protocol):
-    """What a model is, from which every rank builds it: `LlamaConfig`, or `ConfiguredBlueprint`."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def num_positions(self) -> int | None:
-        """The longest sequence that the model takes; None for any."""
-        ...
-
-    def config_fields(self, *, seq: int, marks: Mapping[str, int]) -> dict[str, Any]:
-        """Return the `config.json` with which Transformers has the same model.
-
-        seq: of the sequences that it was trained on. marks: bos_token_id and eos_token_id of its tokenizer.
-        """
-        ...
-
-    def differences(self, fields: Mapping[str, Any]) -> list[str]:
-        """Say where the model of a `config.json` is another one."""
-        ...
-
-    def is_same(self, other: "Blueprint") -> bool:
-        """Whether weights of the other are weights of this one, and mean the same."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class ConfiguredBlueprint:
     """Any causal language model of Transformers. fields: of its `config.json`."""
@@ -79,6 +53,7 @@ class ConfiguredBlueprint:
 
     @property
     def num_positions(self) -> int | None:
+        """The longest sequence that the model takes; None for any."""
         return getattr(transformers_config(self.fields), "max_position_embeddings", None)
 
     def config_fields(self, *, seq: int, marks: Mapping[str, int]) -> dict[str, Any]:
@@ -87,8 +62,13 @@ class ConfiguredBlueprint:
     def differences(self, fields: Mapping[str, Any]) -> list[str]:
         return config_differences(fields, self.fields)
 
-    def is_same(self, other: Blueprint) -> bool:
+    def is_same(self, other: object) -> bool:
+        """Whether weights of the other are weights of this one, and mean the same."""
         return isinstance(other, ConfiguredBlueprint) and not self.differences(other.fields)
+
+
+Blueprint = LlamaConfig | ConfiguredBlueprint
+"""What a model is, from which every rank builds it."""
 
 
 def read_model_config(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a model, a `Blueprint`; raises ValueError for sizes that do not fit together.
+    """Sizes of a model; raises ValueError for sizes that do not fit together.
 
     `10m` has 384 = 6 heads x 64, two key/value heads shared by three query heads each, and
     1.57M parameters in each of six layers.
@@ -127,34 +127,16 @@ class LlamaConfig:
 
 
 SIZES = {
-    "tiny": LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2
-    ),
-    "10m": LlamaConfig(),
-    "35m": LlamaConfig(
-        hidden_size=640, intermediate_size=1792, num_layers=8, num_heads=10, num_kv_heads=2
-    ),
-    "125m": LlamaConfig(
-        hidden_size=768, intermediate_size=2560, num_layers=17, num_heads=12, num_kv_heads=4
-    ),
-    "350m": LlamaConfig(
-        hidden_size=1024, intermediate_size=3584, num_layers=25, num_heads=16, num_kv_heads=8
-    ),
-    "1b": LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_layers=16,
-        num_heads=32,
-        num_kv_heads=8,
-        rope_theta=500_000.0,
-    ),
-    "8b": LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        rope_theta=500_000.0,
-    ),
+    name: LlamaConfig(256, *sizes)
+    for name, sizes in {
+        # hidden, intermediate, layers, heads, key/value heads, rotary base
+        "tiny": (64, 128, 2, 4, 2, 10_000.0),
+        "10m": (384, 1024, 6, 6, 2, 10_000.0),
+        "35m": (640, 1792, 8, 10, 2, 10_000.0),
+        "125m": (768, 2560, 17, 12, 4, 10_000.0),
+        "350m": (1024, 3584, 25, 16, 8, 10_000.0),
+        "1b": (2048, 8192, 16, 32, 8, 500_000.0),
+        "8b": (4096, 14336, 32, 32, 8, 500_000.0),
+    }.items()
 }
 """Named sizes; the name is the parameter count with a byte vocabulary."""

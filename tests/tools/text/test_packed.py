@@ -11,8 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fullshard.tools.config import OptionError, TrainConfig
+from fullshard.tools.text import opening
 from fullshard.tools.text.cache import CorpusError
 from fullshard.tools.text.corpus import IGNORED
+from fullshard.tools.text.finding import python_library
 from fullshard.tools.text.opening import open_text
 from fullshard.tools.text.packed import PackedText
 from tests.tools.text.conftest import Words, all_of
@@ -39,12 +41,12 @@ def test_an_epoch_predicts_each_token_once_from_its_own_document(
 ) -> None:
     """Of one sequence a step: every target is the token behind its input, in the same document, or is left out."""
     text = _open(words, [*documents, LETTERS], batch=1, ranks=1)
-    whole = all_of(text.tokens)
-    firsts = {0, *text.tokens.ends.tolist()}
+    whole = all_of(text.training.tokens)
+    firsts = {0, *text.training.tokens.ends.tolist()}
     seen: list[int] = []
-    for step in range(text.packing.num_sequences):
+    for step in range(text.training.num):
         batch = text.batch(step, range(1))
-        start = text.packing.start(step, 0)
+        start = text.start(step, 0)
         assert batch.inputs[0].tolist() == whole[start : start + 5]
         for offset, target in enumerate(batch.targets[0].tolist()):
             place = start + offset + 1
@@ -56,7 +58,7 @@ def test_an_epoch_predicts_each_token_once_from_its_own_document(
         assert (positions is None) == (not begins)
         if positions is not None:
             assert [n for n in range(1, 5) if positions[0, n] == 0] == begins
-    last = 5 * text.packing.num_sequences
+    last = 5 * text.training.num
     assert sorted(seen) == [place for place in range(1, last + 1) if place not in firsts]
 
 
@@ -77,7 +79,7 @@ def test_a_fraction_holds_out_whole_documents_where_it_can(
     documents = [LETTERS, LETTERS, LETTERS[:5], LETTERS[5:10]]
     text = _open(words, documents, val_fraction=fraction, seq=2)
     assert text.held is not None
-    assert text.packing.num_tokens == text.held.first == 66 - held
+    assert text.training.num_tokens == text.held.first == 66 - held
 
 
 def test_a_fraction_that_leaves_too_little_is_refused(words: Words) -> None:
@@ -105,7 +107,7 @@ def test_all_of_a_short_text_is_measured_once(words: Words) -> None:
     documents = [LETTERS, "abcdefg", "hij", "klmnop"]
     text = _open(words, documents, val_fraction=0.5, val_sequences=64)
     assert text.held is not None
-    whole = all_of(text.tokens)[text.held.first :]
+    whole = all_of(text.training.tokens)[text.held.first :]
     assert len(whole) == 19
     held = text.held_out(range(text.num_held_out))
     assert held.inputs.flatten().tolist() == whole[:15]
@@ -116,7 +118,7 @@ def test_other_text_can_be_held_out(words: Words) -> None:
     other = words.folder / "other.txt"
     other.write_text("z z z z z z z z")
     text = _open(words, [LETTERS], val_data=(str(other),), val_sequences=2)
-    assert text.packing.num_tokens == 27
+    assert text.training.num_tokens == 27
     assert text.held_out(range(1)).inputs.tolist() == [[28] * 5]
     other.write_text("z z")
     with pytest.raises(
@@ -155,7 +157,12 @@ def test_other_text_has_another_fingerprint_and_the_entropy_is_that_of_tokens(wo
     assert first.survey.unigram_entropy == pytest.approx(expected)
 
 
-def test_the_library_is_the_default_here_as_well(words: Words, tmp_path: Path) -> None:
+def test_the_library_is_the_default_here_as_well(
+    words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("argparse.py", "ast.py")  # to tokenize all of it takes long
+    some = [source for source in python_library() if source.path.name in names]
+    monkeypatch.setattr(opening, "python_library", lambda: some)
     text = open_text(CONFIG, words.tokenizer, cache=tmp_path)
-    assert {"argparse.py", "ast.py"} <= {path.name for path in text.paths}
+    assert {*names} == {path.name for path in text.paths}
     assert "tokens of 29 kinds in" in text.notes()[0]

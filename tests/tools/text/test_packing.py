@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.tools.text.packed import Packing, borders, num_targets, positions
+from fullshard.tools.config import TrainConfig
+from fullshard.tools.text.packed import PackedText, Sequences, borders, num_targets, positions
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=12)
 
@@ -16,17 +20,25 @@ def _ends(lengths: list[int]) -> np.ndarray:
     return np.cumsum(np.array(lengths, np.int64))
 
 
+def _text(lengths: list[int], seq: int, batch: int) -> PackedText:
+    """Return text of documents of such lengths, of which only their ends are known."""
+    tokens: Any = SimpleNamespace(ends=_ends(lengths))
+    config = TrainConfig(seq=seq, batch=batch, ranks=1, seed=3)
+    nothing: Any = None
+    return PackedText(nothing, [], Sequences(tokens, 0, sum(lengths), seq), None, config, [])
+
+
 @given(num_tokens=st.integers(10, 200), seq=st.integers(1, 8), batch=st.integers(1, 7))
 def test_an_epoch_has_every_sequence_once_and_the_next_begins_behind_it(
     num_tokens: int, seq: int, batch: int
 ) -> None:
-    packing = Packing(num_tokens, _ends([num_tokens]), seq, batch, seed=3)
-    count = packing.num_sequences
-    drawn = [packing.start(n // batch, n % batch) for n in range(2 * count)]
+    text = _text([num_tokens], seq, batch)
+    count = text.training.num
+    drawn = [text.start(n // batch, n % batch) for n in range(2 * count)]
     every = [number * seq for number in range(count)]
     assert sorted(drawn[:count]) == sorted(drawn[count:]) == every
     assert max(drawn) + seq + 1 <= num_tokens
-    assert packing.epochs(count) == batch
+    assert text.epochs(count) == batch
 
 
 @given(lengths=LENGTHS, seq=st.integers(1, 9), start=st.integers(0, 60))
@@ -50,10 +62,10 @@ def test_each_token_counts_from_the_beginning_of_its_document(
 
 
 def test_a_step_counts_the_targets_of_all_its_sequences() -> None:
-    packing = Packing(21, _ends([3, 4, 14]), seq=5, batch=4, seed=0)
-    assert packing.num_sequences == 4
+    text = _text([3, 4, 14], 5, 4)
+    assert text.training.num == 4
     # Documents begin at 3 and 7, each in another sequence; all four are in one step.
-    assert packing.num_targets(0) == 20 - 2
+    assert text.num_targets(0) == 20 - 2
 
 
 @pytest.mark.parametrize(

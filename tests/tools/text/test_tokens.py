@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from fullshard.tools.text.cache import CorpusError
 from fullshard.tools.text.documents import TextFile
 from fullshard.tools.text.finding import TRAINING, Skipped, find_sources
 from fullshard.tools.text.tokens import Tokens, tokenized
+from tests.fresh import in_warm_forks
 from tests.tools.text.conftest import Words, all_of, byte_text
 
 DOCUMENTS = ["a b c", "", "d", "   ", "e f"]
@@ -196,26 +196,22 @@ def _with_end(words: Words, end: str):
     return open_tokenizer(words.folder, end)
 
 
-def _in_process(folder: Path, path: Path, results: multiprocessing.Queue[str]) -> None:
-    from fullshard.tools.text.tokenizer import open_tokenizer
-
-    results.put(str(_tokenized(Words(folder, open_tokenizer(folder)), path).folder))
-
-
 def test_of_processes_that_want_it_at_once_one_makes_it(words: Words, tmp_path: Path) -> None:
     path = tmp_path / "x.txt"
     path.write_text("a b c\n" * 20000)
-    context = multiprocessing.get_context("spawn")
-    results: multiprocessing.Queue[str] = context.Queue()
-    started = [
-        context.Process(target=_in_process, args=(words.folder, path, results)) for _ in range(3)
-    ]
-    for process in started:
-        process.start()
-    found = {results.get(timeout=60) for _ in started}
-    for process in started:
-        process.join(timeout=30)
-        assert process.exitcode == 0
+    program = f"""
+from pathlib import Path
+from fullshard.tools.text.documents import TextFile
+from fullshard.tools.text.tokenizer import open_tokenizer
+from fullshard.tools.text.tokens import tokenized
+words = Path({str(words.folder)!r})
+source = TextFile(Path({str(path)!r}))
+options = dict(text_field="text", cache=words / "cache", progress=lambda *_: None)
+print(tokenized([source], open_tokenizer(words), **options).folder)
+"""
+    ended = in_warm_forks(*[program] * 3)
+    assert [each.code for each in ended] == [0] * 3, ended
+    found = {each.out.strip() for each in ended}
     assert len(found) == 1
     kept = sorted(each.name for each in (words.folder / "cache").iterdir())
     assert kept == [Path(*found).name, Path(*found).name + ".lock"]

@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from typer.testing import CliRunner
 
 from fullshard.models.llama import Llama, init_weights
+from fullshard.tools import cli
+from fullshard.tools.config import OptionError
+from fullshard.tools.job import new_job, resumed_job
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.text.corpus import IGNORED
 from fullshard.tools.text.opening import open_text
@@ -146,21 +150,19 @@ def test_other_text_is_refused_when_it_goes_on(run: Run, tmp_path: Path) -> None
     before = data.read_text()
     data.write_text(before.replace("a", "b", 1))
     try:
-        (rank,) = fullshard_on_ranks(
-            1, "train", "--resume", folder, "--batch", "4", "--cache", run.cache
-        )
+        with pytest.raises(OptionError, match="the text has changed since the run was started"):
+            resumed_job(folder, {}, cache=run.cache)
     finally:
         data.write_text(before)
-    assert rank.code == 2
-    assert "the text has changed since the run was started" in rank.err
 
 
 def test_transformers_loads_model_and_tokenizer_together(run: Run, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    (ended,) = fullshard_on_ranks(1, "export", run.folder, "--hf", tmp_path / "out")
-    assert ended.code == 0, ended.err
-    assert "with its tokenizer" in ended.out
+    words = ["export", str(run.folder), "--hf", str(tmp_path / "out")]
+    ended = CliRunner().invoke(cli.app, words)
+    assert ended.exit_code == 0, ended.output
+    assert "with its tokenizer" in ended.stdout
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert tokenizer("a b z")["input_ids"] == [1, 3, 4, 28]
@@ -175,17 +177,17 @@ def test_transformers_loads_model_and_tokenizer_together(run: Run, tmp_path: Pat
     assert _metrics(run.folder)[-1]["val_loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--tokenizer", "nowhere.json"], "--tokenizer nowhere.json: no such file"),
-        (["--end-token", "</s>"], "--end-token </s>: is of a --tokenizer, and there is none."),
-        (["--vocab-size", "20"], "--vocab-size 20: bytes have 256 kinds"),
-        (["--val-data", "x", "--val-fraction", "0.1"], "both hold text out; leave one away"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(tmp_path: Path, options: list[str], said: str) -> None:
-    (rank,) = fullshard_on_ranks(1, "train", *options, "--out", tmp_path / "run")
+def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    options = ("--tokenizer", "nowhere.json", "--out", tmp_path / "run")
+    (rank,) = fullshard_on_ranks(1, "train", *options)
     assert rank.code == 2
-    assert said in rank.err
+    assert "--tokenizer nowhere.json: no such file" in rank.err
     assert not (tmp_path / "run").exists()
+    for given, said in (
+        ({"end_token": "</s>"}, "--end-token </s>: is of a --tokenizer, and there is none."),
+        ({"vocab_size": 20}, "--vocab-size 20: bytes have 256 kinds"),
+        ({"val_data": ("x",), "val_fraction": 0.1}, "both hold text out; leave one away"),
+    ):
+        with pytest.raises(OptionError) as refused:
+            new_job({"device": "cpu", **given}, tmp_path / "run")
+        assert said in str(refused.value)

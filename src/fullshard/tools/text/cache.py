@@ -43,8 +43,11 @@ def kept(cache: Path, key: Any, make: Callable[[Path], None]) -> Path:
                 for left in (folder, unfinished):
                     shutil.rmtree(left, ignore_errors=True)
                 unfinished.mkdir()
-                with _removing_if_it_fails(unfinished):
+                try:
                     make(unfinished)
+                except Exception:  # text that is refused leaves nothing
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                    raise
                 for path in [*unfinished.iterdir()]:
                     sums = array("I", (zlib.crc32(block) for block in _blocks(path)))
                     path.with_name(path.name + _CHECKSUMS).write_bytes(sums.tobytes())
@@ -55,16 +58,6 @@ def kept(cache: Path, key: Any, make: Callable[[Path], None]) -> Path:
             f"--cache {cache}: cannot be written ({error.strerror}). Name another folder."
         ) from error
     return folder
-
-
-@contextlib.contextmanager
-def _removing_if_it_fails(folder: Path) -> Iterator[None]:
-    """Remove a folder if what is done in it raises: text that is refused leaves nothing."""
-    try:
-        yield
-    except Exception:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 class KeptFile:

@@ -11,6 +11,7 @@ import struct
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor
 
+from fullshard.tools.config import TrainConfig
 from fullshard.tools.text.documents import Source
 
 NUM_BYTES = 256
@@ -78,19 +80,19 @@ class ByteText:
     Files of 10 and 6 bytes have ends (10, 16); byte 12 is byte 2 of the second. Nothing is kept
     in memory: a window is read when it is drawn, so text larger than memory works. Each window is as likely as any other.
 
-    val_nbytes: bytes at the end that are never trained on. num_sequences: windows of these that are measured.
-    remarks: what else a person should know.
+    val_nbytes: bytes at the end that are never trained on, of which some windows are measured. remarks: what else
+    a person should know.
     """
 
     files: tuple[Source, ...]
-    ends: tuple[int, ...]
     val_nbytes: int
-    seq: int
-    batch_size: int
-    seed: int
-    num_sequences: int
+    config: TrainConfig
     remarks: Sequence[str]
     end_token: None = None
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(accumulate(file.nbytes for file in self.files))
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -143,8 +145,8 @@ class ByteText:
         ]
         if self.val_nbytes:
             said.append(
-                f"held out: {decimal(self.val_nbytes)}, of which {self.num_sequences:,} sequences of "
-                f"{self.seq:,} are measured"
+                f"held out: {decimal(self.val_nbytes)}, of which {self.config.val_sequences:,} sequences of "
+                f"{self.config.seq:,} are measured"
             )
         return [*said, *self.remarks]
 
@@ -154,9 +156,9 @@ class ByteText:
         A hash of (seed, step, index) and no state: a resumed run draws what it would have drawn, and
         the sequences of a step are the same however many ranks share them.
         """
-        key = struct.pack("<qqq", self.seed, step, index)
+        key = struct.pack("<qqq", self.config.seed, step, index)
         drawn = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
-        return drawn % (self.train_nbytes - self.seq)
+        return drawn % (self.train_nbytes - self.config.seq)
 
     def batch(self, step: int, indices: range) -> Batch:
         """Return some of the sequences of a step, which are the same however ranks share them."""
@@ -164,28 +166,27 @@ class ByteText:
 
     def num_targets(self, step: int) -> int:
         """Return how many tokens all sequences of a step predict."""
-        return self.batch_size * self.seq
+        return self.config.global_batch * self.config.seq
 
     def held_out(self, indices: range) -> Batch:
-        """Return some of the sequences that are held out, the same every time; beyond the end the last one.
+        """Return sequences that are spread evenly over the text held out, the same ones every time.
 
-        They are spread evenly; where the text is short they overlap.
+        Where it is short they overlap; beyond the end comes the last one.
         """
-        room, last = self.val_nbytes - self.seq - 1, self.num_sequences - 1
+        room, last = self.val_nbytes - self.config.seq - 1, self.config.val_sequences - 1
         first = self.train_nbytes
         return self._batch([first + min(index, last) * room // max(1, last) for index in indices])
 
     @property
     def num_held_out(self) -> int:
         """How many sequences are held out and measured."""
-        return self.num_sequences if self.val_nbytes else 0
+        return self.config.val_sequences if self.val_nbytes else 0
 
     def num_held_out_targets(self) -> int:
-        """Return how many tokens these predict."""
-        return self.num_sequences * self.seq
+        return self.config.val_sequences * self.config.seq
 
     def epochs(self, steps: int) -> float | None:
-        """Return how often the text has been seen after so many steps; None where it is drawn at random."""
+        """Return how often the text has been seen after so many steps; None, as windows are drawn at random."""
         return None
 
     def encode(self, prompt: str) -> list[int]:
@@ -196,6 +197,6 @@ class ByteText:
         return bytes(tokens).decode(errors="replace")
 
     def _batch(self, starts: Sequence[int]) -> Batch:
-        parts = (np.frombuffer(self.read(start, self.seq + 1), np.uint8) for start in starts)
+        parts = (np.frombuffer(self.read(start, self.config.seq + 1), np.uint8) for start in starts)
         rows = torch.from_numpy(np.stack([*parts]).astype(np.int64))
         return Batch(rows[:, :-1], rows[:, 1:])

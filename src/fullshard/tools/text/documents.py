@@ -10,7 +10,6 @@ text for one, guesses types of columns that nobody asked for, and names no line 
 
 import codecs
 import csv
-import enum
 import importlib
 import io
 import json
@@ -261,17 +260,59 @@ def has_csv_column(path: Path, field: str) -> bool:
     return True
 
 
-def has_json_field(path: Path, field: str, look: "JsonLook", *, is_meant: bool) -> bool:
-    """Whether the first row of a `json_list` has a field, or, where the file is meant to be trained on, is a row at all."""
+def json_reader(
+    path: Path, field: str, *, is_given: bool, is_named: bool
+) -> Callable[[Path, str], Texts] | None:
+    """Return what reads a file as rows of JSON; None where it is plain text.
+
+    is_given: whether the field was named; then whatever is called .json, or begins with an object, has rows.
+    is_named: whether the file itself was named; then lines and lists are rows, with the field or without. Else the
+    first row has to have the field.
+    """
+    look = _look_at_json(path)
+    if is_given:
+        has_rows = path.suffix.lower() == ".json" or isinstance(look.first, dict)
+        return look.texts or json_list if has_rows else None
     row = look.first
-    if row is None or look.form is JsonForm.OBJECT:
+    if look.texts and (row is None or look.is_object):
         try:
             row = next(iter(_json_rows(path, field)[1]), None)
         except CorpusError:
-            return False
-    if isinstance(row, dict) and field in row:
-        return True
-    return is_meant and look.form is JsonForm.LIST and isinstance(row, dict | str)
+            return None
+    has_field = isinstance(row, dict) and field in row
+    is_meant = is_named and not look.is_object and isinstance(row, dict | str)
+    return look.texts if has_field or is_meant else None
+
+
+class _JsonLook(NamedTuple):
+    """What the beginning of a file says. texts: what reads its rows; None for what is no JSON.
+
+    first: its first object, or the first of its list, if that is short. is_object: whether it is one object.
+    """
+
+    texts: Callable[[Path, str], Texts] | None
+    first: object = None
+    is_object: bool = False
+
+
+def _look_at_json(path: Path) -> _JsonLook:
+    """Look at the beginning of a file, whatever its name is."""
+    with opened(path) as file:
+        content = file.read(PIECE_SIZE)
+        if content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
+            content += file.readline() + file.read(BINARY_NBYTES)  # a first line may be long
+    head = content.decode("utf-8-sig", errors="replace").lstrip()
+    if not head.startswith(("[", "{")):
+        return _JsonLook(None)
+    is_object = head[0] == "{"
+    head = head if is_object else head[1:].lstrip()
+    try:
+        first, end = json.JSONDecoder(parse_int=float).raw_decode(head)
+    except (ValueError, RecursionError):
+        return _JsonLook(json_list, None, is_object)
+    if is_object and head[end:].lstrip().startswith("{"):
+        return _JsonLook(json_lines, first)
+    return _JsonLook(json_list, first, is_object)
 
 
 def _json_rows(path: Path, field: str) -> tuple[str, list[object]]:
@@ -356,42 +397,6 @@ def is_binary(path: Path) -> bool:
         return False
     with opened(path) as file:
         return b"\0" in file.read(BINARY_NBYTES)
-
-
-class JsonForm(enum.Enum):
-    """What a file of JSON is: objects, one a line; or one value, a list or an object; or no JSON."""
-
-    LINES = enum.auto()
-    LIST = enum.auto()
-    OBJECT = enum.auto()
-    NONE = enum.auto()
-
-
-class JsonLook(NamedTuple):
-    """What the beginning of a file of JSON says. first: its first object, or the first of its list, if that is short."""
-
-    form: JsonForm
-    first: object = None
-
-
-def look_at_json(path: Path) -> JsonLook:
-    """Look at the beginning of a file, whatever its name is."""
-    with opened(path) as file:
-        content = file.read(PIECE_SIZE)
-        if content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
-            content += file.readline() + file.read(BINARY_NBYTES)  # a first line may be long
-    head = content.decode("utf-8-sig", errors="replace").lstrip()
-    if not head.startswith(("[", "{")):
-        return JsonLook(JsonForm.NONE)
-    form = JsonForm.LIST if head[0] == "[" else JsonForm.OBJECT
-    head = head[form is JsonForm.LIST :].lstrip()
-    try:
-        first, end = json.JSONDecoder(parse_int=float).raw_decode(head)
-    except (ValueError, RecursionError):
-        return JsonLook(form)
-    if form is JsonForm.OBJECT and head[end:].lstrip().startswith("{"):
-        form = JsonForm.LINES
-    return JsonLook(form, first)
 
 
 def first_line(path: Path) -> str:

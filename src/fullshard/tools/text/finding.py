@@ -20,7 +20,6 @@ from fullshard.tools.text.documents import (
     DEFAULT_FIELD,
     SAVED_NAMES,
     TABLES,
-    JsonForm,
     Source,
     Table,
     TextFile,
@@ -28,13 +27,10 @@ from fullshard.tools.text.documents import (
     csv_rows,
     first_line,
     has_csv_column,
-    has_json_field,
     is_binary,
     is_compressed,
     is_saved_dataset,
-    json_lines,
-    json_list,
-    look_at_json,
+    json_reader,
     saved_rows,
     saved_splits,
 )
@@ -131,27 +127,18 @@ def _opened(field: str, cache: Path, path: Path, *, is_named: bool = False) -> S
     read. Without one, CSV and JSON that have no `text` are plain text, unless they are named and have rows.
     """
     is_given, field = bool(field), field or DEFAULT_FIELD
-    is_meant = is_given or is_named
     kind = path.suffix.lower()
     if kind in TABLES:
         return Table(path, field, cache, TABLES[kind])
     if kind in (".csv", ".tsv"):
-        is_table = is_meant or has_csv_column(path, field)
+        is_table = is_given or is_named or has_csv_column(path, field)
         return Table(path, field, cache, csv_rows) if is_table else TextFile(path)
     if kind != ".json" and not is_given:
         return TextFile(path)
-    look = look_at_json(path)
-    if kind != ".json" and not isinstance(look.first, dict):
+    texts = json_reader(path, field, is_given=is_given, is_named=is_named)
+    if texts is None and kind != ".json":
         _check_no_table(path, field)
-        return TextFile(path)
-    if look.form is JsonForm.LINES:
-        has_field = isinstance(look.first, dict) and field in look.first
-        is_table = is_meant or has_field
-        return Table(path, field, cache, json_lines) if is_table else TextFile(path)
-    is_table = is_given or (
-        look.form is not JsonForm.NONE and has_json_field(path, field, look, is_meant=is_named)
-    )
-    return Table(path, field, cache, json_list) if is_table else TextFile(path)
+    return Table(path, field, cache, texts) if texts else TextFile(path)
 
 
 def _check_no_table(path: Path, field: str) -> None:

@@ -1,7 +1,6 @@
 """From a run's options to its text: bytes, or packed documents in the tokens of a tokenizer."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 
 from fullshard.tools.config import TrainConfig
@@ -18,9 +17,8 @@ from fullshard.tools.text.finding import (
     python_library,
 )
 from fullshard.tools.text.packed import (
-    HeldOut,
     PackedText,
-    Packing,
+    Sequences,
     check_length,
     where_held_out,
 )
@@ -28,6 +26,7 @@ from fullshard.tools.text.tokenizer import Tokenizer
 from fullshard.tools.text.tokens import Tokens, tokenized
 
 Text = ByteText | PackedText
+"""Text to train on and text held out, for one run. Steps and sequences count from zero."""
 
 
 def open_text(config: TrainConfig, tokenizer: Tokenizer | None, *, cache: Path) -> Text:
@@ -82,16 +81,7 @@ def _bytes(
             f"--val-fraction {fraction}: of {total} bytes of text it holds {val_nbytes} out and leaves "
             f"{total - val_nbytes}, but one sequence needs {seq + 1}. Give more text, or another fraction."
         )
-    return ByteText(
-        tuple(files),
-        tuple(accumulate(each.nbytes for each in files)),
-        val_nbytes,
-        seq,
-        config.global_batch,
-        config.seed,
-        config.val_sequences,
-        _remarks(files, skipped, config),
-    )
+    return ByteText(tuple(files), val_nbytes, config, _remarks(files, skipped, config))
 
 
 def _packed(
@@ -108,29 +98,27 @@ def _packed(
                 sources, tokenizer, text_field=config.text_field, cache=cache, progress=bar.update
             )
 
-    seq, fraction = config.seq, config.val_fraction
-    tokens = tokens_of(sources)
-    num_tokens, held = len(tokens), None
+    def sequences(tokens: Tokens, first: int, last: int, *, what: str) -> Sequences:
+        found = Sequences(tokens, first, last, config.seq)
+        check_length(found, what=what)
+        return found
+
+    fraction, tokens, held = config.val_fraction, tokens_of(sources), None
+    num_tokens = len(tokens)
     what = ", ".join(config.data) or "Python's standard library"
     if fraction:
-        num_tokens = where_held_out(tokens, fraction)
-        held = HeldOut(tokens, num_tokens, seq, config.val_sequences)
-        what += f", less --val-fraction {fraction},"
-        check_length(held.num_tokens, seq, what=f"--val-fraction {fraction}: what is held out")
+        num_tokens, total = where_held_out(tokens, fraction), num_tokens
+        option = f"--val-fraction {fraction}"
+        what += f", less {option},"
+        held = sequences(tokens, num_tokens, total, what=f"{option}: what is held out")
     elif others:
-        held = HeldOut(tokens_of(others), 0, seq, config.val_sequences)
-        check_length(held.num_tokens, seq, what=f"--val-data: {', '.join(config.val_data)}")
+        other = tokens_of(others)
+        held = sequences(other, 0, len(other), what=f"--val-data: {', '.join(config.val_data)}")
     left_out = f" (left out: {skipped})" if skipped else ""
-    check_length(num_tokens, seq, what=f"--data: {what}{left_out}")
-    return PackedText(
-        tokenizer,
-        tokens,
-        [source.path for source in sources],
-        Packing(num_tokens, tokens.ends, seq, config.global_batch, config.seed),
-        held,
-        config.across_documents,
-        _remarks([*sources, *others], skipped, config),
-    )
+    training = sequences(tokens, 0, num_tokens, what=f"--data: {what}{left_out}")
+    paths = [source.path for source in sources]
+    remarks = _remarks([*sources, *others], skipped, config)
+    return PackedText(tokenizer, paths, training, held, config, remarks)
 
 
 def _remarks(sources: Sequence[Source], skipped: Skipped, config: TrainConfig) -> list[str]:

@@ -23,6 +23,7 @@ import torch
 from rich.filesize import decimal
 
 import fullshard
+from fullshard.tools.config import TrainConfig
 from fullshard.tools.text.cache import CorpusError
 from fullshard.tools.text.corpus import IGNORED, Batch, Survey, survey_of
 from fullshard.tools.text.tokenizer import FILE, Tokenizer
@@ -31,43 +32,6 @@ from fullshard.tools.text.tokens import Tokens
 _SURVEY_SIZE = 2**24
 """Entropy and fingerprint read about this many tokens, in evenly spaced blocks."""
 _BLOCK_SIZE = 2**18
-
-
-@dataclasses.dataclass(frozen=True)
-class Packing:
-    """Sequences of packed documents. num_tokens: those to train on. batch: sequences of a step, over all ranks."""
-
-    num_tokens: int
-    ends: npt.NDArray[np.int64]
-    seq: int
-    batch: int
-    seed: int
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences in an epoch. What is left behind the last one, less than a sequence, is never seen."""
-        return (self.num_tokens - 1) // self.seq
-
-    @cached_property
-    def order(
-        self,
-    ) -> "fullshard.ResumableOrder":  # not looked up before it is used: it imports the engine
-        return fullshard.ResumableOrder(
-            self.num_sequences, self.batch, seed=self.seed, rank=0, num_ranks=1
-        )
-
-    def start(self, step: int, index: int) -> int:
-        """Return where sequence `index` of a step begins."""
-        return self.order.sample(step, index) * self.seq
-
-    def epochs(self, steps: int) -> float:
-        """Return how often the text has been seen after so many steps."""
-        return steps * self.batch / self.num_sequences
-
-    def num_targets(self, step: int) -> int:
-        """Return how many tokens all ranks together predict in a step: not the first of a document."""
-        starts = (self.start(step, index) for index in range(self.batch))
-        return sum(num_targets(self.ends, start, self.seq) for start in starts)
 
 
 def borders(ends: npt.NDArray[np.int64], start: int, seq: int) -> npt.NDArray[np.int64]:
@@ -80,9 +44,8 @@ def borders(ends: npt.NDArray[np.int64], start: int, seq: int) -> npt.NDArray[np
 
 
 def num_targets(ends: npt.NDArray[np.int64], start: int, seq: int) -> int:
-    """Return how many tokens of the sequence that begins there are predicted."""
-    first, last = np.searchsorted(ends, (start, start + seq), side="right")
-    return seq - int(last - first)
+    """Return how many tokens of the sequence that begins there are predicted: not the first of a document."""
+    return seq - len(borders(ends, start, seq))
 
 
 def positions(seq: int, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -94,51 +57,44 @@ def positions(seq: int, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return found - np.maximum.accumulate(begins)
 
 
-class HeldOut(NamedTuple):
-    """Tokens from `first` to the end, as sequences of `seq`: all of them, or `most` that are spread evenly."""
+class Sequences(NamedTuple):
+    """Tokens from `first` to `last`, cut into sequences of `seq` that are predicted.
+
+    What is left behind the last sequence, less than one, is never seen.
+    """
 
     tokens: Tokens
     first: int
+    last: int
     seq: int
-    most: int
 
     @property
     def num_tokens(self) -> int:
-        return len(self.tokens) - self.first
+        return self.last - self.first
 
     @property
-    def num_all(self) -> int:
+    def num(self) -> int:
         return (self.num_tokens - 1) // self.seq
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that are measured."""
-        return min(self.most, self.num_all)
-
     def start(self, index: int) -> int:
-        """Return where a sequence begins; beyond the last, that of the last."""
-        index = min(index, self.num_sequences - 1)
-        return self.first + index * self.num_all // self.num_sequences * self.seq
+        """Return where a sequence begins."""
+        return self.first + index * self.seq
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedText:
-    """Documents packed into sequences, with the methods of `ByteText`.
-
-    across: whether documents of a sequence see those before them. remarks: what else a person should know.
-    """
+    """Documents packed into sequences, with the methods of `ByteText`."""
 
     tokenizer: Tokenizer
-    tokens: Tokens
     paths: Sequence[Path]
-    packing: Packing
-    held: HeldOut | None
-    across: bool
+    training: Sequences
+    held: Sequences | None
+    config: TrainConfig
     remarks: Sequence[str]
 
     @property
     def size(self) -> str:
-        return f"{len(self.tokens):,} tokens"
+        return f"{len(self.training.tokens):,} tokens"
 
     @property
     def end_token(self) -> int | None:
@@ -146,9 +102,9 @@ class PackedText:
 
     @cached_property
     def survey(self) -> Survey:
-        tokens = self.tokens
+        tokens = self.training.tokens
         digest = hashlib.sha256(self.tokenizer.files[FILE])
-        digest.update(f"{self.tokenizer.end} {len(tokens)} {self.packing.num_tokens}".encode())
+        digest.update(f"{self.tokenizer.end} {len(tokens)} {self.training.num_tokens}".encode())
         digest.update(tokens.ends[:_SURVEY_SIZE].tobytes())
         if self.held is not None:
             held = self.held.tokens
@@ -166,52 +122,67 @@ class PackedText:
         )
 
     def notes(self) -> list[str]:
-        packing, num_files = self.packing, len(self.paths)
-        num_documents = self.tokens.num_documents
-        epoch = packing.num_sequences / packing.batch
+        tokens, num_files, num = self.training.tokens, len(self.paths), self.training.num
+        num_documents = tokens.num_documents
         held = self.held and (
-            f"held out: {self.held.num_tokens:,} tokens, {self.held.num_all:,} sequences, of which "
-            f"{self.held.num_sequences:,} are measured"
+            f"held out: {self.held.num_tokens:,} tokens, {self.held.num:,} sequences, of which "
+            f"{self.num_held_out:,} are measured"
         )
         return [
             f"text: {self.size} of {self.tokenizer.vocab_size:,} kinds in {num_documents:,} "
             f"document{'s' if num_documents != 1 else ''}, {num_files:,} file{'s' if num_files != 1 else ''} "
-            f"({decimal(self.tokens.nbytes)}, kept in {self.tokens.folder}); unigram entropy "
+            f"({decimal(tokens.nbytes)}, kept in {tokens.folder}); unigram entropy "
             f"{self.survey.unigram_entropy:.3f} nats per token",
-            f"an epoch is {packing.num_sequences:,} sequences, {epoch:,.1f} steps; documents end with "
+            f"an epoch is {num:,} sequences, {num / self.config.global_batch:,.1f} steps; documents end with "
             f"{self.tokenizer.end}",
             *([held] if held else []),
             *self.remarks,
         ]
 
+    @cached_property
+    def _order(self) -> "fullshard.ResumableOrder":
+        # Not looked up before it is used: it imports the engine.
+        return fullshard.ResumableOrder(
+            self.training.num,
+            self.config.global_batch,
+            seed=self.config.seed,
+            rank=0,
+            num_ranks=1,
+        )
+
+    def start(self, step: int, index: int) -> int:
+        """Return where sequence `index` of a step begins."""
+        return self.training.start(self._order.sample(step, index))
+
     def batch(self, step: int, indices: range) -> Batch:
-        starts = [self.packing.start(step, index) for index in indices]
-        return self._batch(self.tokens, starts)
+        return self._batch(self.training.tokens, [self.start(step, index) for index in indices])
 
     def num_targets(self, step: int) -> int:
-        if self.across:
-            return self.packing.batch * self.packing.seq
-        return self.packing.num_targets(step)
+        starts = [self.start(step, index) for index in range(self.config.global_batch)]
+        return self._num_targets(self.training.tokens, starts)
+
+    def _start_held_out(self, index: int) -> int:
+        """Return where a sequence that is measured begins: they are spread evenly over those held out."""
+        assert self.held is not None
+        index = min(index, self.num_held_out - 1)
+        return self.held.start(index * self.held.num // self.num_held_out)
 
     def held_out(self, indices: range) -> Batch:
         assert self.held is not None
-        starts = [self.held.start(index) for index in indices]
-        return self._batch(self.held.tokens, starts)
+        return self._batch(self.held.tokens, [self._start_held_out(index) for index in indices])
 
     @property
     def num_held_out(self) -> int:
-        return self.held.num_sequences if self.held else 0
+        return min(self.config.val_sequences, self.held.num) if self.held else 0
 
     def num_held_out_targets(self) -> int:
         assert self.held is not None
-        seq, ends = self.packing.seq, self.held.tokens.ends
-        if self.across:
-            return self.held.num_sequences * seq
-        starts = (self.held.start(index) for index in range(self.held.num_sequences))
-        return sum(num_targets(ends, start, seq) for start in starts)
+        starts = [self._start_held_out(index) for index in range(self.num_held_out)]
+        return self._num_targets(self.held.tokens, starts)
 
-    def epochs(self, steps: int) -> float | None:
-        return self.packing.epochs(steps)
+    def epochs(self, steps: int) -> float:
+        """Return how often the text has been seen after so many steps."""
+        return steps * self.config.global_batch / self.training.num
 
     def encode(self, prompt: str) -> list[int]:
         return [*self.tokenizer.before, *self.tokenizer.encode([prompt])[0]]
@@ -219,11 +190,17 @@ class PackedText:
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens)
 
+    def _num_targets(self, tokens: Tokens, starts: Sequence[int]) -> int:
+        seq = self.config.seq
+        if self.config.across_documents:
+            return len(starts) * seq
+        return sum(num_targets(tokens.ends, start, seq) for start in starts)
+
     def _batch(self, tokens: Tokens, starts: Sequence[int]) -> Batch:
-        seq = self.packing.seq
+        seq = self.config.seq
         rows = torch.from_numpy(np.stack(tokens.read(starts, seq + 1)).astype(np.int64))
         inputs, targets = rows[:, :-1], rows[:, 1:]
-        if self.across:
+        if self.config.across_documents:
             return Batch(inputs, targets)
         targets, within = targets.clone(), np.empty(inputs.shape, np.int64)
         for row, start in enumerate(starts):
@@ -234,12 +211,12 @@ class PackedText:
         return Batch(inputs, targets, None if is_whole else torch.from_numpy(within))
 
 
-def check_length(num_tokens: int, seq: int, *, what: str) -> None:
+def check_length(sequences: Sequences, *, what: str) -> None:
     """Raise CorpusError for tokens that are fewer than one sequence. what: option and text."""
-    if num_tokens < seq + 1:
+    if sequences.num < 1:
         raise CorpusError(
-            f"{what} has {num_tokens:,} tokens, but one sequence needs {seq + 1:,}. Give more text, or a "
-            "smaller --seq."
+            f"{what} has {sequences.num_tokens:,} tokens, but one sequence needs {sequences.seq + 1:,}. Give more "
+            "text, or a smaller --seq."
         )
 
 
