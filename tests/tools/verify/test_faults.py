@@ -17,7 +17,7 @@ from fullshard.tools.verify.judging import judge
 from fullshard.tools.verify.options import VerifyOptions
 from fullshard.tools.verify.rank import run_side
 from fullshard.tools.verify.sides import side_of
-from fullshard.tools.verify.supervision import Supervised
+from fullshard.tools.verify.supervision import supervised
 from tests.harness import on_ranks, rank, world_size
 
 HERE = "tests.tools.verify.programs"
@@ -44,7 +44,7 @@ def verified(folder: Path, **given: Any) -> tuple[Comparison, dict[str, Finding]
 
 def _run(options: VerifyOptions, folder: Path, *, is_whole: bool) -> None:
     side = side_of(options, folder, rank(), is_whole=is_whole)
-    with Supervised(side.diary, 60.0, on_stuck=lambda: None):
+    with supervised(side.diary, 60.0, on_stuck=lambda: None):
         run_side(side, Silent())
 
 

@@ -16,7 +16,7 @@ from fullshard.tools.verify.judging import judge
 from fullshard.tools.verify.options import VerifyOptions
 from fullshard.tools.verify.rank import run_side
 from fullshard.tools.verify.sides import side_of
-from fullshard.tools.verify.supervision import Supervised
+from fullshard.tools.verify.supervision import supervised
 from tests.harness import on_ranks, rank, world_size
 from tests.selection import repeats
 
@@ -29,7 +29,7 @@ def verified(folder: Path, *arguments: str, **given: Any) -> tuple[Comparison, d
     options = VerifyOptions(arguments=arguments, **given)
     for is_whole in (False, True):
         side = side_of(options, folder, rank(), is_whole=is_whole)
-        with Supervised(side.diary, 60.0, on_stuck=lambda: None):
+        with supervised(side.diary, 60.0, on_stuck=lambda: None):
             warnings.simplefilter("ignore", DeprecationWarning)
             run_side(side, Silent())
         dist.barrier()

@@ -22,10 +22,9 @@ from fullshard.tools.verify.record import (
     Run,
     alone_folder,
     merged,
-    output_key,
     rank_folder,
     read_run,
-    read_step,
+    read_tensors,
     whole_folder,
 )
 
@@ -139,33 +138,40 @@ def compare(
     options: VerifyOptions, folder: Path, *, ending: Ending = WELL, ending_of_whole: Ending = WELL
 ) -> Comparison:
     """Read what both sides have written, and compare it step by step."""
-    found = {rank: read_run(rank_folder(folder, rank)) for rank in range(options.ranks)}
-    ranks = {rank: run for rank, run in found.items() if run is not None}
+    names = [rank_folder(folder, rank) for rank in range(options.ranks)]
+    ranks = {rank: run for rank, name in enumerate(names) if (run := read_run(name)) is not None}
     folders = [alone_folder(folder)]
     if options.script:
         folders = [whole_folder(folder, rank) for rank in range(options.ranks)]
     wholes = [read_run(each) for each in folders]
     alone = merged([run for run in wholes if run is not None])
     if options.script:
-        alone = _with_death(alone, wholes, ending_of_whole)
-        ranks = {r: dataclasses.replace(run, own=_own(wholes[r])) for r, run in ranks.items()}
+        if None in wholes and any(wholes) and alone.failure is None:
+            text = ending_of_whole.message or "a rank ended by itself, without an exception"
+            alone.failure = Failure("the script", None, RANK_DIED, text)
+        for rank, run in ranks.items():
+            whole = wholes[rank]
+            run.own = {} if whole is None else whole.own
     outputs = [o for run in (alone, *ranks.values()) for part in run.parts for o in part.outputs]
     tolerance = options.tolerance({output.dtype for output in outputs})
     worst: list[Difference] = []
     differing: list[Difference] = []
     unsteady: dict[str, torch.Tensor] = {}
     for step in range(options.steps):
-        expected: dict[str, torch.Tensor] = {}
-        for each in folders:
-            expected |= read_step(each, step)
-        given: dict[str, torch.Tensor] = {}
-        for rank in ranks:
-            given |= read_step(rank_folder(folder, rank), step)
+        expected, given = (
+            {
+                key: tensor
+                for each in side
+                for key, tensor in read_tensors(each, f"step-{step}").items()
+            }
+            for side in (folders, [names[rank] for rank in ranks])
+        )
         if options.script:
             note_unsteady(unsteady, expected, given)
         differences = list(differences_of(step, expected, given, tolerance, unsteady))
         differing += [each for each in differences if each.exceeds]
-        worst += _worst_of_kinds(differences)
+        by_kind = [[each for each in differences if each.kind == kind] for kind in KINDS]
+        worst += [max(each, key=_excess) for each in by_kind if each]
     return Comparison(
         options=options,
         tolerance=tolerance,
@@ -177,18 +183,6 @@ def compare(
         first=first_module(alone, ranks, differing),
         ending=ending,
     )
-
-
-def _with_death(alone: Run, wholes: Sequence[Run | None], ending: Ending) -> Run:
-    """Say that a rank of the whole side has died, if none says anything else."""
-    if None not in wholes or not any(wholes) or alone.failure is not None:
-        return alone
-    text = ending.message or "a rank ended by itself, without an exception"
-    return dataclasses.replace(alone, failure=Failure("the script", None, RANK_DIED, text))
-
-
-def _own(run: Run | None) -> Mapping[str, str]:
-    return {} if run is None else run.own
 
 
 def note_unsteady(
@@ -222,10 +216,10 @@ def differences_of(
     """
     unequal = set()
     scales = {key: _largest(expected[key]) for key in given if key in expected}
-    largest = {
-        kind: max((s for key, s in scales.items() if _kind(key) == kind), default=0.0)
-        for kind in KINDS
-    }
+    largest = dict.fromkeys(KINDS, 0.0)
+    for key, scale in scales.items():
+        kind = key.partition("/")[0]
+        largest[kind] = max(largest[kind], scale)
     for key, scale in scales.items():
         kind, _, name = key.partition("/")
         rank: int | None = None
@@ -267,16 +261,15 @@ def first_module(
 def _first_in(
     alone: Part, sharded: Part, outside: Mapping[tuple[int, int | None, str], Difference]
 ) -> FirstModule | None:
-    ran = {(output.path, output.call) for output in sharded.outputs}
+    there = {output.name for output in sharded.outputs}
+    known = {output.name for output in alone.outputs}
     for output in alone.outputs:
-        if (output.path, output.call) not in ran:
+        if output.name not in there:
             return FirstModule(alone.step, alone.rank, output, missing="sharded")
-        name = output_key(alone.rank, output.path, output.call).split("/", 2)[2]
-        if (difference := outside.get((alone.step, alone.rank, name))) is not None:
+        if (difference := outside.get((alone.step, alone.rank, output.name))) is not None:
             return FirstModule(alone.step, alone.rank, output, difference.relative)
-    known = {(output.path, output.call) for output in alone.outputs}
     for output in sharded.outputs:
-        if (output.path, output.call) not in known:
+        if output.name not in known:
             return FirstModule(alone.step, alone.rank, output, missing="alone")
     return None
 
@@ -293,24 +286,11 @@ def _losses(alone: Run, ranks: Mapping[int, Run], tolerance: Tolerance) -> list[
     return sorted(found, key=lambda loss: (loss.step, loss.rank, loss.backward))
 
 
-def _worst_of_kinds(differences: Sequence[Difference]) -> list[Difference]:
-    """Return of each kind the one that is most above its limit, or least below."""
-    found = []
-    for kind in KINDS:
-        of_kind = [each for each in differences if each.kind == kind]
-        if of_kind:
-            found.append(max(of_kind, key=_excess))
-    return found
-
-
 def _excess(difference: Difference) -> float:
+    """Say how much it is above its limit."""
     if math.isnan(difference.worst):
         return math.inf
     return difference.worst / difference.limit if difference.limit else difference.worst
-
-
-def _kind(key: str) -> str:
-    return key.partition("/")[0]
 
 
 def _largest(tensor: torch.Tensor) -> float:

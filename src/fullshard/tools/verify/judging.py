@@ -26,11 +26,6 @@ def judge(comparison: Comparison) -> list[Finding]:
     return sorted(found, key=lambda finding: order.index(finding.severity))
 
 
-def verdict_of(findings: Iterable[Finding]) -> Severity:
-    order = list(Severity)
-    return min((each.severity for each in findings), key=order.index, default=Severity.OK)
-
-
 def judge_batches(comparison: Comparison) -> Iterator[Finding]:
     """Find parts of batches that are not what the one process had."""
     alone = {part.place: part.batch for part in comparison.alone.parts}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 # Imported inside `replaced`, it would have the others' names, and take modules for sharded ones.
-import torch.distributed.checkpoint.state_dict  # noqa: F401
+import torch.distributed.checkpoint.state_dict
 from torch import nn
 
 from fullshard import FullyShardedDataParallel
@@ -25,6 +25,14 @@ class Root(NamedTuple):
     def name(self, name: str) -> str:
         """Return what a module, parameter or buffer of this model is called in the records."""
         return f"{self.prefix}{path_of(name)}".removesuffix(".")
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return the model's parameters by every name that they have in the records."""
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {self.name(name): parameter for name, parameter in named}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {self.name(name): buffer for name, buffer in self.module.named_buffers()}
 
 
 class Models:

@@ -25,7 +25,7 @@ from fullshard.tools.progress import Reporter, Reporting
 from fullshard.tools.verify.options import VerifyOptions
 from fullshard.tools.verify.program import load_program, train
 from fullshard.tools.verify.sides import Side, side_of
-from fullshard.tools.verify.supervision import Supervised
+from fullshard.tools.verify.supervision import supervised
 from fullshard.tools.verify.watching import EnoughError, Watch
 
 _GRACE_S = 10.0  # for what a script does in ``finally`` blocks after its last step
@@ -52,7 +52,7 @@ def run_rank(
 
     with (
         Reporting(rank=place.rank) as report,
-        Supervised(side.diary, options.timeout_s, on_stuck=lambda: leave(Exit.OK)),
+        supervised(side.diary, options.timeout_s, on_stuck=lambda: leave(Exit.OK)),
     ):
         if not options.script:
             _join(options, place)

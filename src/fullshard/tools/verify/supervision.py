@@ -8,9 +8,8 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import torch.distributed as dist
 from torch import nn
@@ -23,79 +22,66 @@ _OF_TORCH = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 _SLACK_S = 15.0  # after which a process that cannot even write its record is ended
 
 
-class Supervised:
-    """Runs a block: catches its exceptions into the diary, and its warnings; prints go to standard error.
+@contextlib.contextmanager
+def supervised(
+    diary: Diary,
+    timeout_s: float,
+    *,
+    on_stuck: Callable[[], object],
+    passing: tuple[type[BaseException], ...] = (),
+) -> Iterator[None]:
+    """Run a block: its exceptions are caught into the diary, and its warnings; prints go to standard error.
 
     on_stuck: called in another thread, once the record of a block that takes too long is written.
     passing: exceptions that are not about the model, and stay the caller's.
     """
+    inside = contextlib.ExitStack()
+    warned: list[warnings.WarningMessage] = []
 
-    def __init__(
-        self,
-        diary: Diary,
-        timeout_s: float,
-        *,
-        on_stuck: Callable[[], object],
-        passing: tuple[type[BaseException], ...] = (),
-    ) -> None:
-        self._diary, self._timeout_s, self._on_stuck = diary, timeout_s, on_stuck
-        self._passing: tuple[type[BaseException], ...] = (KeyboardInterrupt, *passing)
-        self._timer = threading.Timer(timeout_s, self._end_stuck)
-        self._timer.daemon = True
-        self._inner = contextlib.ExitStack()
-        self._warned: list[warnings.WarningMessage] = []
+    def write(failure: Failure | None) -> None:
+        texts = [str(each.message) for each in warned if issubclass(each.category, UserWarning)]
+        diary.run.warnings = list(dict.fromkeys(texts))
+        diary.run.failure = failure or diary.run.failure
+        diary.write()
 
-    def __enter__(self) -> "Supervised":
-        # In a thread that holds the interpreter for itself no timer of Python's comes.
-        faulthandler.dump_traceback_later(
-            self._timeout_s + _SLACK_S, exit=True, file=sys.__stderr__ or sys.stderr
-        )
-        self._timer.start()
-        self._inner.enter_context(contextlib.redirect_stdout(sys.stderr))
-        self._warned = self._inner.enter_context(warnings.catch_warnings(record=True))
-        warnings.simplefilter("default")
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        self._timer.cancel()
-        faulthandler.cancel_dump_traceback_later()
-        self._inner.close()
-        self._note_warnings()
-        if error is None:
-            self._diary.write()
-            return False
-        if isinstance(error, self._passing):
-            return False
-        diary = self._diary
-        diary.write(failure_of(error, diary.phase, diary.step, diary.paths))
-        return True
-
-    def _note_warnings(self) -> None:
-        said = [each for each in self._warned if issubclass(each.category, UserWarning)]
-        self._diary.note(warnings=tuple(dict.fromkeys(str(each.message) for each in said)))
-
-    def _end_stuck(self) -> None:
+    def end_stuck() -> None:
         """Write what is known, with the stack of the thread that does not come to an end."""
         with tempfile.TemporaryFile("w+") as file:
             faulthandler.dump_traceback(file)
             file.seek(0)
             trace = file.read()
-        self._note_warnings()
         main = threading.main_thread().ident
         assert main is not None
         line, waits = stuck_at(main)
-        text = f"did not end within {self._timeout_s:g} s"
+        text = f"did not end within {timeout_s:g} s"
         if waits:
             text += "; it waits for other ranks"
-        diary = self._diary
-        diary.write(Failure(diary.phase, diary.step, "TimeoutError", text, trace=trace, line=line))
-        self._inner.close()  # standard output is what it was, for a report
-        self._on_stuck()
+        write(Failure(diary.phase, diary.step, "TimeoutError", text, trace=trace, line=line))
+        inside.close()  # standard output is what it was, for a report
+        on_stuck()
+
+    timer = threading.Timer(timeout_s, end_stuck)
+    timer.daemon = True
+    # In a thread that holds the interpreter for itself no timer of Python's comes.
+    faulthandler.dump_traceback_later(
+        timeout_s + _SLACK_S, exit=True, file=sys.__stderr__ or sys.stderr
+    )
+    timer.start()
+    failure = None
+    try:
+        with inside:
+            inside.enter_context(contextlib.redirect_stdout(sys.stderr))
+            warned = inside.enter_context(warnings.catch_warnings(record=True))
+            warnings.simplefilter("default")
+            yield
+    except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, *passing)):
+            raise
+        failure = failure_of(error, diary.phase, diary.step, diary.paths)
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+    write(failure)
 
 
 def failure_of(

@@ -16,7 +16,7 @@ from fullshard.errors import UnsupportedError
 from fullshard.tools.progress import Reporter
 from fullshard.tools.verify.models import Root
 from fullshard.tools.verify.outputs import OutputRecorder
-from fullshard.tools.verify.record import Part, keyed, output_key
+from fullshard.tools.verify.record import Part, keyed
 from fullshard.tools.verify.sides import Side, Tensors
 from fullshard.tools.verify.values import fingerprint, tensors_in
 
@@ -187,8 +187,8 @@ class Watch:
             written,
             self._num_backwards,
         )
-        self._diary.note_part(part)
-        self._tensors |= {output_key(rank, o.path, o.call): sample for o, sample in seen}
+        self._diary.run.parts.append(part)
+        self._tensors |= {f"output/{rank}/{output.name}": sample for output, sample in seen}
         self._called, self._inputs = [], []
         self._num_backwards += 1
 
@@ -237,18 +237,20 @@ class Watch:
             self._end_step()
 
     def _end_step(self) -> None:
-        self._diary.write_step(self._step, self._tensors)
+        tensors = {key: each.detach().cpu().clone() for key, each in self._tensors.items()}
+        self._diary.write_tensors(f"step-{self._step}", tensors)
         self._side.after_step(self._step)
-        seconds = (*self._diary.run.seconds, self._meter.take_seconds())
-        self._diary.note(seconds=seconds, peak_nbytes=self._meter.peak_nbytes)
-        self._tensors, self._num_backwards = {}, 0
+        run = self._diary.run
+        run.seconds.append(self._meter.seconds)
+        run.peak_nbytes = self._meter.peak_nbytes
+        self._tensors, self._num_backwards, self._meter.seconds = {}, 0, 0.0
         self._recorder.begin_step()
         self._step += 1
         self._diary.phase = "after the optimizer step"
         if self._is_script:
             self._report.note(f"{self._side.label}: step {self._step} of {self._num_steps}")
         else:
-            losses = [part.loss for part in self._diary.run.parts[-len(self._side.parts) :]]
+            losses = [part.loss for part in run.parts[-len(self._side.parts) :]]
             self._report.step(self._step, {"loss": f"{sum(losses) / len(losses):.4f}"})
         if self._step == self._num_steps:
             self.is_over = True
@@ -273,57 +275,42 @@ class Watch:
 
 
 class Meter:
-    """Time and memory of what runs inside `running`: the computing, and not the recording around it."""
+    """Time and memory of what runs inside `running`: the computing, and not the recording around it.
+
+    peak_nbytes: above what was held when it was made. On a CPU the process's, of which only Linux tells.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._base = _held(device)
-        self._began = 0.0
+        self._device = None if device.type == "cpu" else device
+        self._base = self._held("VmRSS", torch.accelerator.memory_allocated)
         self.seconds = 0.0
         self.peak_nbytes: int | None = None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Add the block's time to `seconds`, and raise `peak_nbytes` if it held more."""
-        _reset_peak(self._device)
+        if self._device is not None:
+            torch.accelerator.reset_peak_memory_stats(self._device)
+        else:
+            with contextlib.suppress(
+                OSError
+            ):  # where it is refused, the peak since the start counts
+                Path("/proc/self/clear_refs").write_text("5")
         began = time.perf_counter()
         yield
-        if self._device.type != "cpu":
+        if self._device is not None:
             torch.accelerator.synchronize()
         self.seconds += time.perf_counter() - began
-        if (peak := _peak(self._device)) is not None and self._base is not None:
+        peak = self._held("VmHWM", torch.accelerator.max_memory_allocated)
+        if peak is not None and self._base is not None:
             self.peak_nbytes = max(peak - self._base, self.peak_nbytes or 0)
 
-    def take_seconds(self) -> float:
-        """Return the time since the last call, and begin at 0."""
-        taken, self.seconds = self.seconds, 0.0
-        return taken
-
-
-def _held(device: torch.device) -> int | None:
-    if device.type != "cpu":
-        return int(torch.accelerator.memory_allocated(device))
-    return _status("VmRSS")
-
-
-def _peak(device: torch.device) -> int | None:
-    if device.type != "cpu":
-        return int(torch.accelerator.max_memory_allocated(device))
-    return _status("VmHWM")
-
-
-def _reset_peak(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats(device)
-        return
-    with contextlib.suppress(OSError):  # where it is refused, the peak since the start counts
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _status(field: str) -> int | None:
-    """Return a size from Linux's status of this process; None elsewhere."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) * 1024
-    return None
+    def _held(self, field: str, of_device: Callable[[torch.device], int]) -> int | None:
+        """Return a size of this process, from Linux's status, or of the accelerator's memory."""
+        if self._device is not None:
+            return of_device(self._device)
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/self/status").read_text().splitlines():
+                if line.startswith(f"{field}:"):
+                    return int(line.split()[1]) * 1024
+        return None
