@@ -31,6 +31,7 @@ from fullshard.tools.verify.printing import as_dict
 from fullshard.tools.verify.record import Failure, Output, Part, Run, Unit, merged
 
 OPTIONS = VerifyOptions("train:build")
+SCRIPT = VerifyOptions(__file__)
 FIRST = {"a.weight": "1", "a.bias": "2", "b.weight": "3"}
 UNITS = [Unit("a", ("a.weight", "a.bias"), 2.0), Unit("", ("b.weight",), 2.0)]
 OUTPUTS = tuple(
@@ -79,6 +80,7 @@ def _first(**changes: Any) -> FirstModule:
     return FirstModule(0, 1, dataclasses.replace(OUTPUTS[0], kind="Dropout", **changes), 0.5)
 
 
+_NOTHING = _failure("NothingToCompareError", "the script has sharded nothing")
 _PART = Part(0, 1, 1.0, "another", OUTPUTS)
 _WRITING = Part(0, 0, 1.0, "batch 0", OUTPUTS, ("a.weight",))
 
@@ -171,6 +173,23 @@ CASES: dict[str, tuple[Comparison, str, str, tuple[str, ...]]] = {
         "modules",
         "a",
         ("in the one process alone, in step 0", "replaces or compiles"),
+    ),
+    "all ranks have one batch": (
+        _comparison(options=SCRIPT, ranks={r: _run(0, seeds=True) for r in (0, 1)}),
+        "same-batches",
+        "ranks 0-1",
+        ("the same batches, in 1 step", "DistributedSampler"),
+    ),
+    "a script seeds nothing": (_comparison(options=SCRIPT), "seeds", "all ranks", ("one seed",)),
+    "it has nothing to compare": (
+        _comparison(
+            options=SCRIPT,
+            ranks={r: _run(r, seeds=True, failure=_NOTHING) for r in (0, 1)},
+            alone=Run(),
+        ),
+        "failed",
+        "ranks 0-1",
+        ("sharded nothing", "fullshard verify SCRIPT -- ARGUMENTS"),
     ),
     "nothing is sharded": (_with(0, units=[]), "not-sharded", "all ranks", ()),
 }

@@ -126,6 +126,11 @@ class Comparison:
         return "whole model" if self.options.script else "one process"
 
     @property
+    def begun(self) -> Run | None:
+        """The run of the rank that has the sharded model's first values; None if it did not get that far."""
+        return next((run for run in self.ranks.values() if run.initial), None)
+
+    @property
     def died(self) -> list[int]:
         """The ranks that ended without a record by themselves: the first, where others were ended with it."""
         if self.alone.failure is not None and not self.options.script:
@@ -243,19 +248,20 @@ def differences_of(
         yield found
 
 
+def paired(alone: Run, ranks: Mapping[int, Run]) -> list[tuple[Part, Part]]:
+    """Return the parts that both sides have computed, by step, rank and backward: as the one process did, and the rank."""
+    expected = {part.place: part for part in alone.parts}
+    parts = sorted((p for run in ranks.values() for p in run.parts), key=lambda p: p.place)
+    return [(expected[part.place], part) for part in parts if part.place in expected]
+
+
 def first_module(
     alone: Run, ranks: Mapping[int, Run], differing: Sequence[Difference]
 ) -> FirstModule | None:
     """Return the first module that differs: of the first step, and of the first rank that has one."""
     outside = {(d.step, d.rank, d.name): d for d in differing if d.kind == "output"}
-    expected = {part.place: part for part in alone.parts}
-    parts = sorted((p for run in ranks.values() for p in run.parts), key=lambda p: p.place)
-    for part in parts:
-        if (one := expected.get(part.place)) is not None:
-            found = _first_in(one, part, outside)
-            if found is not None:
-                return found
-    return None
+    found = (_first_in(*parts, outside) for parts in paired(alone, ranks))
+    return next((each for each in found if each is not None), None)
 
 
 def _first_in(
@@ -275,15 +281,14 @@ def _first_in(
 
 
 def _losses(alone: Run, ranks: Mapping[int, Run], tolerance: Tolerance) -> list[Loss]:
-    expected = {part.place: part.loss for part in alone.parts}
     found = []
-    for part in (part for run in ranks.values() for part in run.parts):
-        if (one := expected.get(part.place)) is not None:
-            both_nan = math.isnan(one) and math.isnan(part.loss)
-            is_close = abs(part.loss - one) <= tolerance.rtol * abs(one) + tolerance.atol
-            differs = not (is_close or both_nan or one == part.loss)
-            found.append(Loss(part.step, part.rank, one, part.loss, differs, part.backward))
-    return sorted(found, key=lambda loss: (loss.step, loss.rank, loss.backward))
+    for part, sharded in paired(alone, ranks):
+        one, other = part.loss, sharded.loss
+        both_nan = math.isnan(one) and math.isnan(other)
+        is_close = abs(other - one) <= tolerance.rtol * abs(one) + tolerance.atol
+        differs = not (is_close or both_nan or one == other)
+        found.append(Loss(part.step, part.rank, one, other, differs, part.backward))
+    return found
 
 
 def _excess(difference: Difference) -> float:

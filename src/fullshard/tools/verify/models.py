@@ -43,9 +43,6 @@ class Models:
         self.roots: list[Root] = []
         self._covered: set[nn.Module] = set()
 
-    def note(self, module: nn.Module) -> None:
-        self.noted.append(module)
-
     def add(self, model: nn.Module) -> Root:
         """Add a model that is known before it is called."""
         self.roots.append(Root(model, f"model{len(self.roots)}." if self.roots else ""))
@@ -77,9 +74,7 @@ class Models:
         found: dict[nn.Module, str] = {}
         for root in (*self.roots, *(Root(module, "") for module in reversed(self.noted))):
             for path, module in root.module.named_modules():
-                if not isinstance(
-                    module, FullyShardedDataParallel
-                ):  # it has the path of its module
+                if not isinstance(module, FullyShardedDataParallel):  # its module has the path
                     found.setdefault(module, root.name(path))
         return found
 

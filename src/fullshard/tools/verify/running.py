@@ -19,10 +19,9 @@ from fullshard.tools.progress import Reporting
 from fullshard.tools.verify.comparing import WELL, compare
 from fullshard.tools.verify.options import VerifyOptions
 from fullshard.tools.verify.printing import show
-from fullshard.tools.verify.rank import run_side
+from fullshard.tools.verify.rank import run_side, supervised
 from fullshard.tools.verify.record import rank_folder, read_run
 from fullshard.tools.verify.sides import side_of
-from fullshard.tools.verify.supervision import supervised
 
 
 def verify(

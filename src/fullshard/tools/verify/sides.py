@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -152,7 +153,7 @@ class Sharded(Side):
             @functools.wraps(function)
             def shard(module: Any, *args: Any, **kwargs: Any) -> Any:
                 for each in module if isinstance(module, (list, tuple)) else [module]:
-                    self.models.note(each)
+                    self.models.noted.append(each)
                 return function(module, *args, **kwargs)
 
             return shard
@@ -163,14 +164,13 @@ class Sharded(Side):
 
         def note_and_make(instance: Any, *args: Any, **kwargs: Any) -> None:
             make(instance, *args, **kwargs)
-            self.models.note(instance)
+            self.models.noted.append(instance)
 
-        with replaced({function: noting(function) for function in functions}):
-            wrapper.__init__ = functools.wraps(make)(note_and_make)
-            try:
-                yield
-            finally:
-                wrapper.__init__ = make
+        with (
+            replaced({function: noting(function) for function in functions}),
+            mock.patch.object(wrapper, "__init__", functools.wraps(make)(note_and_make)),
+        ):
+            yield
 
     def sharded(self, model: nn.Module, shard: Callable[[nn.Module], nn.Module]) -> nn.Module:
         return shard(model)
@@ -182,12 +182,9 @@ class Sharded(Side):
         self.diary.run.units += units_of(root)
         if self.options.script:
             states = random_states()
+            # A file without objects has no arrays.
             kind, keys, *rest = states["numpy"]
-            states["numpy"] = (
-                kind,
-                torch.from_numpy(keys),
-                *rest,
-            )  # as files without objects have it
+            states["numpy"] = (kind, torch.from_numpy(keys), *rest)
             start = {"parameters": whole, "random": states}
             self.diary.write_tensors(f"{root.prefix}start", start)
 
@@ -272,7 +269,7 @@ class Whole(Side):
 
     def _note(self, module: nn.Module) -> None:
         """Note a module with the values that this rank gives to be sharded."""
-        self.models.note(module)
+        self.models.noted.append(module)
         for parameter in module.parameters():
             if id(parameter) not in self._given:
                 value = "" if parameter.is_meta else fingerprint(parameter)
