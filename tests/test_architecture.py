@@ -323,7 +323,7 @@ _MOST_LINES = {
     "batches": 757,
     "checkpoint": 6959,
     "comm": 3175,
-    "compare": 1365,
+    "compare": 1310,
     "convert": 2168,
     "deferred": 570,
     "drop_in": 590,

@@ -35,8 +35,12 @@ from tests.api import Api
 from tests.fresh import Ended, fullshard_in_fork, on_forked_ranks
 from tests.fsdp1.models import quiet
 from tests.harness import on_ranks, rank
+from tests.selection import one_way
 
-pytestmark = pytest.mark.ours("records no steps")
+pytestmark = [
+    pytest.mark.ours("records no steps"),
+    one_way("tests/parity, tests/differential: the same forwards and backwards"),
+]
 
 
 class Block(nn.Module):

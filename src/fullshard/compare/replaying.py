@@ -43,8 +43,8 @@ class ReplayDifference:
     """A value that a replay computed otherwise.
 
     rank: whose part of the step it is. event: "forward 0", "backward 0". what: "output", "gradient" (of this
-    rank alone, whole) or "reduced gradient" (this rank's part). path: of the module or parameter. call: the
-    how manieth of that path in the event. kind: the module's class. unit: the path of its unit. problem: how it
+    rank alone, whole) or "reduced gradient" (this rank's part). path: of the module or parameter. call: its
+    number among those of that path in the event. kind: the module's class. unit: the path of its unit. problem: how it
     differs. order: sorts differences as they came about.
     """
 
