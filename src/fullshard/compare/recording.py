@@ -83,9 +83,9 @@ class Recording(PassWatcher):
         path = tape.paths.get(id(module))
         if path is None or not torch.is_grad_enabled():
             return
-        args, kwargs = map_tensors(_plain, (args, kwargs))
-        inputs = Inputs(path, state.hooks().called, args, kwargs, surroundings(tape.model))
         try:
+            args, kwargs = map_tensors(_plain, (args, kwargs))
+            inputs = Inputs(path, state.hooks().called, args, kwargs, surroundings(tape.model))
             self._record.write_inputs(self._rank, len(tape.outputs), inputs)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             warnings.warn(
