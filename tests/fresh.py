@@ -81,12 +81,19 @@ def fullshard_on_ranks(
 
     imported: modules that the Pythons they are forked from have imported as well.
     """
+    return on_forked_ranks(world_size, command(*words), imported=imported)
+
+
+def on_forked_ranks(
+    world_size: int, code: str, folder: Path | None = None, imported: Sequence[str] = ()
+) -> list[Ended]:
+    """Run a program as the ranks that torchrun starts, in forks as above."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     common = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [common | {"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(world_size)]
-    return _warm(*imported).run([command(*words)] * world_size, variables=ranks)
+    return _warm(*imported).run([code] * world_size, folder, ranks)
 
 
 def command(*words: object) -> str:
@@ -97,6 +104,44 @@ from fullshard.__main__ import main
 sys.argv = ["fullshard", *{list(map(str, words))}]
 main()
 """
+
+
+FORKED_RANKS = """
+import os, signal, sys
+from fullshard.launching import processes
+
+class Forked:
+    returncode = None
+
+    def __init__(self, command, env, start_new_session):
+        self.pid = os.fork()
+        if self.pid:
+            return
+        os.setsid()
+        for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"):  # a command of its own would know no handlers
+            signal.signal(signal.Signals[name], signal.SIG_DFL)
+        os.environ.clear()
+        os.environ.update(env)
+        sys.argv = command[command.index("fullshard"):]
+        code = 1
+        try:
+            from fullshard.__main__ import main
+            main()
+            code = 0
+        except SystemExit as error:
+            code = error.code
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+
+    def wait(self, timeout):
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+processes.subprocess.Popen = Forked
+"""
+"""What may come before a command that starts ranks: they are forks of it, then, which have imported torch already."""
 
 
 # What is imported is frozen: a fork that ends would look through all of it for garbage, for some 3 s.

@@ -323,7 +323,7 @@ _MOST_LINES = {
     "batches": 757,
     "checkpoint": 6959,
     "comm": 3175,
-    "compare": 1365,
+    "compare": 1310,
     "convert": 2110,
     "deferred": 570,
     "drop_in": 590,
@@ -339,7 +339,7 @@ _MOST_LINES = {
     "peers": 3005,
     "plan": 1540,
     "state": 3270,
-    "tools": 13025,
+    "tools": 12800,
     "top": 2085,
     "watch": 1440,
 }

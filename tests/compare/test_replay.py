@@ -6,7 +6,6 @@ import contextlib
 import gc
 import json
 import random
-import subprocess
 import sys
 import textwrap
 import weakref
@@ -33,12 +32,15 @@ from fullshard.compare.record import ReplayRecord
 from fullshard.engine.observer import watchers
 from fullshard.errors import CheckpointError, MisuseError, StateError
 from tests.api import Api
-from tests.fresh import Ended, fullshard_in_fork
+from tests.fresh import Ended, fullshard_in_fork, on_forked_ranks
 from tests.fsdp1.models import quiet
 from tests.harness import on_ranks, rank
-from tests.tools.processes import environment
+from tests.selection import one_way
 
-pytestmark = pytest.mark.ours("records no steps")
+pytestmark = [
+    pytest.mark.ours("records no steps"),
+    one_way("tests/parity, tests/differential: the same forwards and backwards"),
+]
 
 
 class Block(nn.Module):
@@ -562,17 +564,9 @@ PROGRAM = """
 
 def test_one_process_replays_all_ranks_sharded_or_not(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(textwrap.dedent(PROGRAM))
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    recorded = subprocess.run(
-        [sys.executable, *launcher, "-m", "fullshard.run", "mine.py"],
-        cwd=tmp_path,
-        env=environment() | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert recorded.returncode == 0, recorded.stderr
+    run = "import sys; sys.argv = ['run', 'mine.py']; import fullshard.run; fullshard.run.main()"
+    for recorded in on_forked_ranks(2, run, folder=tmp_path):
+        assert recorded.code == 0, recorded.err
 
     def replay(*words: str) -> Ended:
         return fullshard_in_fork("replay", "replays/a", *words, folder=tmp_path)

@@ -11,7 +11,6 @@ import functools
 import os
 import pickle
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,29 +40,31 @@ class Recording(PassWatcher):
             other.end("another recording")
         _install()
         self._record = ReplayRecord(folder)
-        self._tape: _RecordingTape | None = None
+        self._tape: Tape | None = None
+        self._rank = 0
         self._contents: list[str] = []  # of the parameters before the step
+        self._ends_with_event = False
         watchers.append(self)
 
     def forward_begins(self, state: ModuleState, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._tape is None:
             root = state.root_module or module
-            if torch.is_grad_enabled() and any(p.requires_grad for p in root.parameters()):
-                tape = self._begin(root)
-                tape.forward_begins(state, module, args, kwargs)  # it did not listen yet
-                self._write_inputs(tape, state, module, args, kwargs)
-        elif self._tape.has_backward and _contents(self._tape.model) != self._contents:
+            if not torch.is_grad_enabled() or not any(p.requires_grad for p in root.parameters()):
+                return
+            self._tape = self._begin(root)
+            self._tape.forward_begins(state, module, args, kwargs)  # it did not listen yet
+        elif self._has_backward(self._tape) and _contents(self._tape.model) != self._contents:
             self.end()  # the program has taken its step, in whatever way
-        else:
-            self._write_inputs(self._tape, state, module, args, kwargs)
+            return
+        self._write_inputs(self._tape, state, module, args, kwargs)
 
-    def _begin(self, root: nn.Module) -> "_RecordingTape":
+    def _begin(self, root: nn.Module) -> Tape:
         """Save the model. A forward of the program's is about to begin, and all ranks are here."""
-        rank = dist.get_rank()
-        if rank == 0:
+        self._rank = dist.get_rank()
+        if self._rank == 0:
             self._record.clear()
         save_checkpoint(self._record.model, root, rng=False, overwrite=True)
-        if rank == 0:
+        if self._rank == 0:
             self._record.write_facts(
                 ranks=dist.get_world_size(),
                 model=type(root).__name__,
@@ -71,18 +72,24 @@ class Recording(PassWatcher):
                 precision=_precision(root),
             )
         self._contents = _contents(root)
-        self._tape = _RecordingTape(root, self._record, rank)
-        self._tape.begin()
-        return self._tape
+        tape = Tape(root, self._event_ended)
+        tape.begin()
+        return tape
 
     def _write_inputs(
-        self, tape: "_RecordingTape", state: ModuleState, module: nn.Module, args: Any, kwargs: Any
+        self, tape: Tape, state: ModuleState, module: nn.Module, args: Any, kwargs: Any
     ) -> None:
+        """Write what a forward of the model begins with, if it is one."""
+        path = tape.paths.get(id(module))
+        if path is None or not torch.is_grad_enabled():
+            return
         try:
-            tape.write_inputs(state, module, args, kwargs)
+            args, kwargs = map_tensors(_plain, (args, kwargs))
+            inputs = Inputs(path, state.hooks().called, args, kwargs, surroundings(tape.model))
+            self._record.write_inputs(self._rank, len(tape.outputs), inputs)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             warnings.warn(
-                f"{self._record.folder}: the recording is given up on rank {dist.get_rank()}, as an argument of "
+                f"{self._record.folder}: the recording is given up on rank {self._rank}, as an argument of "
                 f"{type(module).__name__}.{state.hooks().called} cannot be pickled: {error}. Pass tensors and plain values in "
                 "the step that is to be replayed.",
                 stacklevel=2,
@@ -91,14 +98,27 @@ class Recording(PassWatcher):
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
         """End with the step of an optimizer that has the model's parameters."""
-        if self._tape is None or not self._tape.has_backward:
+        if self._tape is None or not self._has_backward(self._tape):
             return
         own = {id(parameter) for parameter in self._tape.model.parameters()}
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            if self._tape.is_in_backward:
-                self._tape.when_ended = self.end  # the optimizer steps in a hook of the backward
+            if self._tape.is_in(BACKWARD):
+                self._ends_with_event = True  # the optimizer steps in a hook of the backward
             else:
                 self.end()
+
+    @staticmethod
+    def _has_backward(tape: Tape) -> bool:
+        return tape.is_in(BACKWARD) or any(event.kind == BACKWARD for event in tape.events)
+
+    def _event_ended(self, event: Event) -> None:
+        """Write an event as soon as it is over."""
+        assert self._tape is not None
+        if event.kind == FORWARD:
+            self._tape.outputs[-1:] = [[]]  # only their number is of use here
+        self._record.write_event(self._rank, len(self._tape.events) - 1, event)
+        if self._ends_with_event:
+            self.end()
 
     def close(self, error: BaseException | None = None) -> None:
         """End the recording where the program is. error: the exception with which it leaves the block."""
@@ -115,6 +135,7 @@ class Recording(PassWatcher):
     def end(self, error: str = "an exception") -> None:
         """Stop listening. error: what has ended a pass that has begun and not ended."""
         watchers.remove(self)
+        self._ends_with_event = False
         if self._tape is not None:
             self._tape.close_event(error)
             self._tape.end()
@@ -140,41 +161,6 @@ def _end() -> None:
         if isinstance(each, Recording):
             with contextlib.suppress(Exception):  # the process ends anyway
                 each.end("what has ended the program")
-
-
-class _RecordingTape(Tape):
-    """Writes each event as soon as it is over, and inputs before their forward."""
-
-    def __init__(self, model: nn.Module, record: ReplayRecord, rank: int) -> None:
-        super().__init__(model)
-        self._record, self._rank = record, rank
-        self.when_ended: Callable[[], object] | None = (
-            None  # is called when the next event has ended
-        )
-
-    @property
-    def is_in_backward(self) -> bool:
-        return self._is_in(BACKWARD)
-
-    @property
-    def has_backward(self) -> bool:
-        return self.is_in_backward or any(event.kind == BACKWARD for event in self.events)
-
-    def write_inputs(self, state: ModuleState, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Write what a forward of the model begins with, if it is one. Raises what pickling raises."""
-        path = self._paths.get(id(module))
-        if path is None or not torch.is_grad_enabled():
-            return
-        args, kwargs = map_tensors(_plain, (args, kwargs))
-        inputs = Inputs(path, state.hooks().called, args, kwargs, surroundings(self.model))
-        self._record.write_inputs(self._rank, len(self.outputs), inputs)
-
-    def event_ended(self, event: Event) -> None:
-        if event.kind == FORWARD:
-            self.outputs[-1:] = [[]]  # only their number is of use here
-        self._record.write_event(self._rank, len(self.events) - 1, event)
-        if self.when_ended is not None:
-            self.when_ended()
 
 
 def _precision(model: nn.Module) -> list[str]:

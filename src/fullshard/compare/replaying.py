@@ -6,11 +6,10 @@ with the gradients that reached the outputs. So the loss is not needed, nor data
 
 import collections
 import dataclasses
-import itertools
 import math
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -44,8 +43,8 @@ class ReplayDifference:
     """A value that a replay computed otherwise.
 
     rank: whose part of the step it is. event: "forward 0", "backward 0". what: "output", "gradient" (of this
-    rank alone, whole) or "reduced gradient" (this rank's part). path: of the module or parameter. call: the
-    how manieth of that path in the event. kind: the module's class. unit: the path of its unit. problem: how it
+    rank alone, whole) or "reduced gradient" (this rank's part). path: of the module or parameter. call: its
+    number among those of that path in the event. kind: the module's class. unit: the path of its unit. problem: how it
     differs. order: sorts differences as they came about.
     """
 
@@ -145,10 +144,17 @@ def replay(folder: str | os.PathLike[str], model: nn.Module, *, rank: int | None
     finally:
         set_random_states(before)
         model.zero_grad(set_to_none=True)
-    return _replay_of(
-        record,
-        facts,
-        replayed if place_in_job().size == 1 else Peers("replays").gathered(replayed[0]),
+    if place_in_job().size > 1:
+        replayed = Peers("replays").gathered(replayed[0])
+    differences = [each for one in replayed for each in one.differences]
+    return Replay(
+        folder=str(record.folder),
+        ranks=tuple(one.rank for one in replayed),
+        num_ranks=facts.ranks,
+        counts=dict(sum((one.counts for one in replayed), collections.Counter())),
+        num_different=len(differences),
+        first=min(differences, key=lambda each: each.order, default=None),
+        notes=tuple(note for one in replayed for note in one.notes),
     )
 
 
@@ -168,21 +174,15 @@ def _ranks_to_replay(facts: ReplayFacts, rank: int | None) -> list[int]:
     return [dist.get_rank()]
 
 
-@dataclasses.dataclass(frozen=True)
-class Compared:
-    """What comparing one event gave. counts: of values that were compared, by what they are."""
-
-    differences: tuple[ReplayDifference, ...]
-    counts: dict[str, int]
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _RankResult:
-    """What came of one rank's part."""
+    """What came of one rank's part. counts: of values that were compared, by what they are."""
 
     rank: int
-    compared: tuple[Compared, ...]
-    notes: tuple[str, ...]
+    num_passes: int = 0
+    differences: list[ReplayDifference] = dataclasses.field(default_factory=list)
+    counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    notes: list[str] = dataclasses.field(default_factory=list)
 
 
 class _RankReplay:
@@ -195,8 +195,7 @@ class _RankReplay:
         self._is_alone = is_alone
         self._device = device_of(model)
         self._units = units_of(model)
-        self._compared: list[Compared] = []
-        self._notes: list[str] = []
+        self._result = _RankResult(rank)
         # Of outputs, in the backward that runs.
         self._grads: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -210,9 +209,9 @@ class _RankReplay:
             self._run(tape, events)
         except Exception as error:
             if sys.version_info >= (3, 11):
-                found = [each for one in self._compared for each in one.differences]
+                found = self._result.differences
                 error.add_note(
-                    f"In the replay of rank {self._rank}'s part, after {len(self._compared)} passes: "
+                    f"In the replay of rank {self._rank}'s part, after {self._result.num_passes} passes: "
                     + (f"the first that differed is {found[0]}" if found else "all equal.")
                 )
             raise
@@ -220,15 +219,17 @@ class _RankReplay:
             tape.end()
             for unit, config in zip(self._units, settings, strict=True):
                 unit.set_config(config)
-        return _RankResult(self._rank, tuple(self._compared), tuple(self._notes))
+        return self._result
 
     def _run(self, tape: Tape, events: Sequence[Event]) -> None:
-        names = name_events(events)
+        kinds: collections.Counter[str] = collections.Counter()
         first = self._record.inputs(self._rank, 0, self._device)
         if first is None:
             raise StateError(f"{self._record.folder}: has nothing of rank {self._rank}.")
         leaves_out: set[str] = set() if self._units and not self._is_alone else {REDUCED}
         for number, event in enumerate(events):
+            name = f"{event.kind} {kinds[event.kind]}"
+            kinds[event.kind] += 1
             leaves_out |= self._not_compared(event) - leaves_out
             for unit, path in tape.units.items():
                 if (sync := event.sync.get(path)) is not None:
@@ -239,26 +240,15 @@ class _RankReplay:
             elif event.error or any(seen.what == GRADIENT for seen in event.seen):
                 self._backward(tape, event, later=events[number + 1 :])
             else:
-                self._notes.append(
-                    f"Rank {self._rank}: {names[number]} left no gradients of parameters (torch.autograd.grad), and is "
-                    "not replayed."
+                self._note(
+                    f"{name} left no gradients of parameters (torch.autograd.grad), and is not replayed."
                 )
                 continue
             now = tape.events[done] if done < len(tape.events) else Event(event.kind)
-            self._compared.append(
-                compare_events(
-                    event,
-                    now,
-                    rank=self._rank,
-                    number=number,
-                    name=names[number],
-                    leaves_out=leaves_out,
-                )
-            )
+            self._compare(event, now, number, name, leaves_out)
             if event.error:
-                self._notes.append(
-                    f"Rank {self._rank}: {names[number]} ended with {event.error} when it was recorded, and "
-                    "came to its end now."
+                self._note(
+                    f"{name} ended with {event.error} when it was recorded, and came to its end now."
                 )
         if self._record.inputs(self._rank, len(tape.outputs), self._device) is not None:
             self._forward(tape)  # the process ended in this one
@@ -266,20 +256,53 @@ class _RankReplay:
     def _not_compared(self, event: Event) -> set[str]:
         """Say what is not compared from an event on, and note why."""
         if event.has_sums:
-            self._note("gradients of earlier backwards wait to be reduced", "gradients")
+            self._note_left_out("gradients of earlier backwards wait to be reduced", "gradients")
             return {GRADIENT, REDUCED}
         if event.is_differentiated:
-            self._note("a backward is differentiated again", "gradients from there on")
+            self._note_left_out("a backward is differentiated again", "gradients from there on")
             return {GRADIENT, REDUCED}
         if event.has_others and not self._is_alone:
-            self._note("gradients came from elsewhere, or were changed", "reduced gradients")
+            why = "gradients came from elsewhere, or were changed"
+            self._note_left_out(why, "reduced gradients")
             return {REDUCED}
         return set()
 
-    def _note(self, why: str, what: str) -> None:
-        note = f"Rank {self._rank}: {why}, so {what} are not compared."
-        if note not in self._notes:
-            self._notes.append(note)
+    def _note_left_out(self, why: str, what: str) -> None:
+        self._note(f"{why}, so {what} are not compared.")
+
+    def _note(self, text: str) -> None:
+        note = f"Rank {self._rank}: {text}"
+        if note not in self._result.notes:
+            self._result.notes.append(note)
+
+    def _compare(
+        self, recorded: Event, now: Event, number: int, name: str, leaves_out: Collection[str]
+    ) -> None:
+        """Compare an event. number, name: of it. leaves_out: what is not compared, such as "reduced gradient"."""
+        wanted = [seen for seen in recorded.seen if seen.what not in leaves_out]
+        found = {seen.key: seen for seen in now.seen if seen.what not in leaves_out}
+        places = {seen.key: place for place, seen in enumerate(wanted)}
+        problems = [
+            (seen, problem) for seen in wanted if (problem := _problem(seen, found.get(seen.key)))
+        ]
+        if not (problems or recorded.error):  # else what ran until then is all that there is
+            problems = _in_order(wanted, list(found.values()))
+        self._result.num_passes += 1
+        self._result.counts.update(seen.what for seen in wanted)
+        self._result.differences += [
+            ReplayDifference(
+                rank=self._rank,
+                event=name,
+                what=seen.what,
+                path=seen.path,
+                call=seen.call,
+                kind=seen.kind,
+                unit=seen.unit,
+                problem=problem,
+                order=(number, places.get(seen.key, len(places)), self._rank),
+            )
+            for seen, problem in problems
+        ]
 
     def _forward(self, tape: Tape) -> None:
         number = len(tape.outputs)
@@ -314,7 +337,7 @@ class _RankReplay:
     def _backward(self, tape: Tape, event: Event, later: Sequence[Event]) -> None:
         """Run a backward from the gradients of outputs. later: the events after it."""
         if not event.grads:
-            self._note("no gradient reached an output in a backward", "its gradients")
+            self._note_left_out("no gradient reached an output in a backward", "its gradients")
             return
         forwards = {forward for forward, _ in event.grads}
         again = {forward for each in later for forward, _ in each.grads}
@@ -343,53 +366,6 @@ class _RankReplay:
                 parameter.grad = None
 
 
-def _replay_of(record: ReplayRecord, facts: ReplayFacts, parts: Sequence[_RankResult]) -> Replay:
-    compared = [each for part in parts for each in part.compared]
-    differences = [each for one in compared for each in one.differences]
-    counts: collections.Counter[str] = collections.Counter()
-    for one in compared:
-        counts.update(one.counts)
-    return Replay(
-        folder=str(record.folder),
-        ranks=tuple(part.rank for part in parts),
-        num_ranks=facts.ranks,
-        counts=dict(counts),
-        num_different=len(differences),
-        first=min(differences, key=lambda each: each.order, default=None),
-        notes=tuple(note for part in parts for note in part.notes),
-    )
-
-
-def name_events(events: Sequence[Event]) -> list[str]:
-    """Return the names of events: "forward 0", "backward 0", each kind counted for itself."""
-    counters: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
-    return [f"{event.kind} {next(counters[event.kind])}" for event in events]
-
-
-def compare_events(
-    recorded: Event, now: Event, *, rank: int, number: int, name: str, leaves_out: Collection[str]
-) -> Compared:
-    """Compare an event. number, name: of it. leaves_out: what is not compared, such as "reduced gradient"."""
-    wanted = [seen for seen in recorded.seen if seen.what not in leaves_out]
-    found = {seen.key: seen for seen in now.seen if seen.what not in leaves_out}
-    counts = dict(collections.Counter(seen.what for seen in wanted))
-    places = {seen.key: place for place, seen in enumerate(wanted)}
-
-    def difference(seen: Seen, problem: str) -> ReplayDifference:
-        order = (number, places.get(seen.key, len(places)), rank)
-        values = (seen.what, seen.path, seen.call, seen.kind, seen.unit)
-        return ReplayDifference(rank, name, *values, problem, order)
-
-    problems = [
-        difference(seen, problem)
-        for seen in wanted
-        if (problem := _problem(seen, found.get(seen.key)))
-    ]
-    if not (problems or recorded.error):  # else what ran until then is all that there is
-        problems = [difference(*each) for each in _in_order(wanted, list(found.values()))]
-    return Compared(tuple(problems), counts)
-
-
 def _problem(recorded: Seen, now: Seen | None) -> str:
     """Say how a value differs; "" if it does not."""
     if now is None:
@@ -415,15 +391,15 @@ def _problem(recorded: Seen, now: Seen | None) -> str:
     return f"differs by {worst / largest:.1e} of its largest value"
 
 
-def _in_order(recorded: Sequence[Seen], now: Sequence[Seen]) -> Iterator[tuple[Seen, str]]:
-    """Yield what ran beside what was recorded, or in another place among the outputs. At most one."""
+def _in_order(recorded: Sequence[Seen], now: Sequence[Seen]) -> list[tuple[Seen, str]]:
+    """Return what ran beside what was recorded, or in another place among the outputs. At most one."""
     known = {seen.key for seen in recorded}
     before, after = ([s for s in each if s.what in (INPUT, OUTPUT)] for each in (recorded, now))
     for extra in after:
         if extra.key not in known:
-            yield extra, "is computed now, and was not recorded"
-            return
+            return [(extra, "is computed now, and was not recorded")]
     for old, new in zip(before, after, strict=True):
         if old.key != new.key:
-            yield new, f"comes where that of {old.path or 'the model'} came when it was recorded"
-            return
+            came = f"comes where that of {old.path or 'the model'} came when it was recorded"
+            return [(new, came)]
+    return []

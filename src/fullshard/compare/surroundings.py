@@ -10,16 +10,20 @@ What a module keeps otherwise (a Python counter, say) is not among it.
 import contextlib
 import random
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.checkpoint.values import random_states, set_random_states
+from fullshard.checkpoint.values import random_states as random_states  # noqa: PLC0414 -- verify has it from here
+from fullshard.checkpoint.values import set_random_states as set_random_states  # noqa: PLC0414
 from fullshard.compare.tape import modules_by_path
 from fullshard.compare.values import path_of
 from fullshard.engine.params.managed import manager_of
 from fullshard.errors import StateError
+
+_Get = Callable[[], Any]
+_Set = Callable[[Any], Any]
 
 
 def surroundings(model: nn.Module) -> dict[str, Any]:
@@ -27,7 +31,7 @@ def surroundings(model: nn.Module) -> dict[str, Any]:
     device = device_of(model)
     return {
         "random": random_states(),
-        "generators": {key: each.get_state() for key, each in _generators(model).items()},
+        "generators": {key: get() for key, (get, _) in _generators(model).items()},
         "tensors": own_tensors(model),
         "training": {path: module.training for path, module in modules_by_path(model).items()},
         "autocast": {
@@ -58,7 +62,7 @@ def restore(model: nn.Module, kept: dict[str, Any]) -> None:
     generators = _generators(model)
     for key, state in kept["generators"].items():
         if key in generators:
-            generators[key].set_state(state)
+            generators[key][1](state)
     set_random_states(kept["random"])
 
 
@@ -75,11 +79,14 @@ def autocast_as(kept: dict[str, Any]) -> Iterator[None]:
 def settings_as(kept: dict[str, Any]) -> Iterator[None]:
     """Run the body with what torch was told of threads, kernels and precision."""
     before = {name: read() for name, (read, _) in _SETTINGS.items()}
-    _set(kept["settings"])
     try:
+        for name, value in kept["settings"].items():
+            if name in _SETTINGS:
+                _SETTINGS[name][1](value)
         yield
     finally:
-        _set(before)
+        for name, value in before.items():
+            _SETTINGS[name][1](value)
 
 
 def own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -97,44 +104,32 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def _generators(model: nn.Module) -> dict[str, "_Generator"]:
-    """Return the generators that modules have as attributes, by their paths."""
+def _generators(model: nn.Module) -> dict[str, tuple[_Get, _Set]]:
+    """Return how the generators that modules have as attributes are read and set, by their paths."""
     return {
-        f"{path}.{name}".lstrip("."): generator
+        f"{path}.{name}".lstrip("."): accessors
         for path, module in modules_by_path(model).items()
         for name, value in vars(module).items()
-        if (generator := _as_generator(value)) is not None
+        if (accessors := _accessors(value)) is not None
     }
 
 
-class _Generator(NamedTuple):
-    """How the state of a generator is read and set."""
-
-    get_state: Callable[[], Any]
-    set_state: Callable[[Any], Any]
-
-
-def _as_generator(value: Any) -> _Generator | None:
+def _accessors(value: Any) -> tuple[_Get, _Set] | None:
+    """Return how the state of a generator is read and set; None of what is no generator."""
     if isinstance(value, torch.Generator):
-        return _Generator(value.get_state, value.set_state)
+        return value.get_state, value.set_state
     if isinstance(value, random.Random):
-        return _Generator(value.getstate, value.setstate)
+        return value.getstate, value.setstate
     bits = getattr(value, "bit_generator", None)  # of NumPy's, which may not be installed
     if bits is not None and hasattr(bits, "state"):
-        return _Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
     return None
-
-
-def _set(values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        if name in _SETTINGS:
-            _SETTINGS[name][1](value)
 
 
 _cudnn = torch.backends.cudnn
 
 # By name, how a setting is read and set. All of them can change bits.
-_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+_SETTINGS: dict[str, tuple[_Get, _Set]] = {
     "threads": (torch.get_num_threads, torch.set_num_threads),
     "deterministic": (
         lambda: (

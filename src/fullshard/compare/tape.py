@@ -32,8 +32,8 @@ class Seen(NamedTuple):
     """A value that was computed.
 
     what: INPUT or OUTPUT of a module; GRADIENT of a parameter on this rank, whole; or the part that this rank has of
-        the REDUCED one. path: of the module or parameter, as before sharding. call: the how manieth of this
-        path in the event. kind: the module's class, "" for gradients. unit: the path of the unit that it is in.
+        the REDUCED one. path: of the module or parameter, as before sharding. call: its number among those of
+        this path in the event. kind: the module's class, "" for gradients. unit: the path of the unit that it is in.
     digest: of all bits. sample: 1-D, float64, at most 512 evenly spread elements of each tensor.
     """
 
@@ -82,19 +82,22 @@ class Tape(PassWatcher):
 
     model: the root of a sharded model, or one that is not sharded: then nobody tells when passes begin and
         end, and whoever runs them calls `open_event`, `end_forward` and `close_event`.
-    units: its units, with their paths as before sharding. outputs: of each forward, the tensors that require
-        a gradient.
+    event_ended: called with each event that is over. units: its units, with their paths as before sharding.
+        paths: of modules, by their ids. outputs: of each forward, the tensors that require a gradient.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, event_ended: Callable[[Event], object] = lambda _: None
+    ) -> None:
         self.model = model
+        self._event_ended = event_ended
         self.events: list[Event] = []
         self.outputs: list[list[torch.Tensor]] = []
         named = named_states(model)
         self.units = {unit: path_of(name) for unit, name in names_of_units(named).items()}
         self._places = {name for names in self.units.values() for name in names.split(", ")}
         self._modules = modules_by_path(model)
-        self._paths = {id(module): path_of(name) for name, module in model.named_modules()}
+        self.paths = {id(module): path_of(name) for name, module in model.named_modules()}
         self._open: Event | None = None
         self._calls: dict[tuple[str, str], int] = {}
         self._grads: dict[tuple[int, int], torch.Tensor] = {}  # of outputs, since the last backward
@@ -123,11 +126,11 @@ class Tape(PassWatcher):
     # What the engine tells
 
     def forward_begins(self, state: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.is_grad_enabled() and (path := self._paths.get(id(module))) is not None:
+        if torch.is_grad_enabled() and (path := self.paths.get(id(module))) is not None:
             self.open_event(FORWARD, path)
 
     def forward_ends(self, iteration: Iteration, output: Any) -> None:
-        if self._is_own(iteration) and self._is_in(FORWARD):
+        if self._is_own(iteration) and self.is_in(FORWARD):
             for place, tensor in enumerate(self.end_forward(output)):
                 key = (len(self.outputs) - 1, place)
                 self._handles.append(tensor.register_hook(self._keeper(key)))
@@ -142,13 +145,13 @@ class Tape(PassWatcher):
         event.has_sums = is_first and any(unit.gradients.has_hidden for unit in self.units)
 
     def gradients_complete(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
-        if unit in self.units and self._is_in(BACKWARD):
+        if unit in self.units and self.is_in(BACKWARD):
             for param, grad in zip(unit.managed, grads, strict=True):
                 if grad is not None:
                     self.see(GRADIENT, path_of(param.name), [grad], unit=self.units[unit])
 
     def backward_ends(self, iteration: Iteration) -> None:
-        if self._is_own(iteration) and self._is_in(BACKWARD):
+        if self._is_own(iteration) and self.is_in(BACKWARD):
             for unit, name, grad in self._reduced():
                 self.see(REDUCED, name, [grad], unit=self.units[unit])
             self._left = self._reduced_digests()
@@ -173,7 +176,7 @@ class Tape(PassWatcher):
     def _is_own(self, iteration: Iteration) -> bool:
         return any(unit in self.units for unit in iteration.units)
 
-    def _is_in(self, kind: str) -> bool:
+    def is_in(self, kind: str) -> bool:
         return self._open is not None and self._open.kind == kind
 
     def _keeper(self, key: tuple[int, int]) -> Callable[[torch.Tensor], None]:
@@ -215,10 +218,7 @@ class Tape(PassWatcher):
             event.is_differentiated, self._is_differentiated = self._is_differentiated, False
         self._open = None
         self.events.append(event)
-        self.event_ended(event)
-
-    def event_ended(self, event: Event) -> None:
-        """Take an event that is over."""
+        self._event_ended(event)
 
     # Values
 
@@ -236,7 +236,7 @@ class Tape(PassWatcher):
 
         Its inputs are recorded as such, and its output comes with the end, as the engine returns it.
         """
-        path = self._paths[id(module)]
+        path = self.paths[id(module)]
         if self._open is not None and (self._open.kind == BACKWARD or path != self._open.path):
             self._see_tensors(what, path, tree)
 

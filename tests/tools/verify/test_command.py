@@ -12,25 +12,32 @@ from typer.testing import CliRunner
 
 from fullshard.tools.cli import app
 from fullshard.tools.exits import Exit
-from tests.fresh import Ended, fullshard_in_fork
+from tests.fresh import FORKED_RANKS, Ended, fullshard_in_fork
 
 HERE = "tests.tools.verify.programs"
 ROOT = Path(__file__).parents[3]
 
 
-def _verify(*options: str, model: str = "build", batch: str = "batch") -> Ended:
-    """Run it with functions of `programs.py`."""
+def _verify(
+    *options: str, model: str = "build", batch: str = "batch", forks: bool = False
+) -> Ended:
+    """Run it with functions of `programs.py`. forks: whether ranks are forks, not processes of their own."""
+    before = "import warnings\nwarnings.simplefilter('error')"
     return fullshard_in_fork(
         *("verify", f"{HERE}:{model}", "--batch", f"{HERE}:{batch}", *options),
         folder=ROOT,
-        before="import warnings\nwarnings.simplefilter('error')",
+        before=f"{before}\n{FORKED_RANKS}" if forks else before,
         variables={"PYTHONWARNINGS": "error"},  # of the ranks
     )
 
 
-def _verify_script(name: str, *words: str) -> Ended:
+def _verify_script(name: str, *words: str, forks: bool = False) -> Ended:
     """Run it with a script of `scripts/`, from another folder."""
-    return fullshard_in_fork("verify", f"scripts/{name}.py", *words, folder=Path(__file__).parent)
+    return fullshard_in_fork(
+        *("verify", f"scripts/{name}.py", *words),
+        folder=Path(__file__).parent,
+        before=FORKED_RANKS if forks else "",
+    )
 
 
 def _refused(*words: str) -> str:
@@ -66,7 +73,8 @@ def test_a_model_that_is_right_is_equal_and_leaves_its_records(tmp_path: Path) -
 
 def test_a_fault_is_reported_with_the_first_module_and_what_to_do(tmp_path: Path) -> None:
     keep = ("--keep", str(tmp_path / "records"))
-    result = _verify("--shard", f"{HERE}:shard_with_sums", "--comm", "collectives", *keep)
+    words = ("--shard", f"{HERE}:shard_with_sums", "--comm", "collectives", *keep)
+    result = _verify(*words, forks=True)
     assert result.code == Exit.FAILED
     assert {path.name for path in (tmp_path / "records").iterdir()} == {"alone", "rank-0", "rank-1"}
     said = " ".join(result.out.split())
@@ -90,9 +98,8 @@ def test_names_of_torch_s_fsdp_are_fullshard_s_and_everything_is_one_json_object
 
 
 def test_a_script_by_torch_s_names_runs_twice_and_is_equal() -> None:
-    result = _verify_script(
-        "by_torch_names", "--steps", "2", "--json", "--", "--width", "16", "--out", "runs/{side}"
-    )
+    words = ("--steps", "2", "--json", "--", "--width", "16", "--out", "runs/{side}")
+    result = _verify_script("by_torch_names", *words, forks=True)
     assert result.code == Exit.OK, result.err
     found = json.loads(result.out)
     assert found["verdict"] == "ok"
@@ -124,7 +131,7 @@ def test_a_rank_of_a_script_that_dies_is_named() -> None:
 
 
 def test_a_rank_that_is_killed_is_named() -> None:
-    result = _verify("--shard", f"{HERE}:shard_and_die")
+    result = _verify("--shard", f"{HERE}:shard_and_die", forks=True)
     assert result.code == Exit.RANK_LOST
     assert re.search(r"rank-died +rank 1 +rank 1 \(pid \d+\) was killed by SIGKILL", result.out)
     assert "failed: rank 1 died." in result.out

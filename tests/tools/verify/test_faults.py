@@ -11,14 +11,11 @@ import torch
 import torch.distributed as dist
 
 from fullshard.tools.doctor.findings import Finding, Severity
-from fullshard.tools.progress import Reporter
-from fullshard.tools.verify.comparing import Comparison, compare
-from fullshard.tools.verify.judging import judge
+from fullshard.tools.verify.comparing import Comparison
 from fullshard.tools.verify.options import VerifyOptions
-from fullshard.tools.verify.rank import run_side
-from fullshard.tools.verify.sides import side_of
-from fullshard.tools.verify.supervision import Supervised
 from tests.harness import on_ranks, rank, world_size
+from tests.selection import repeats
+from tests.tools.verify.sides import compared, run_one
 
 HERE = "tests.tools.verify.programs"
 
@@ -34,18 +31,9 @@ def verified(folder: Path, **given: Any) -> tuple[Comparison, dict[str, Finding]
     options = VerifyOptions(**given)
     if rank() == 0:
         with _without_group():
-            _run(options, folder, is_whole=True)
-    _run(options, folder, is_whole=False)
-    dist.barrier()
-    comparison = compare(options, folder)
-    bad = [each for each in judge(comparison) if each.severity is not Severity.OK]
-    return comparison, {each.id: each for each in bad}
-
-
-def _run(options: VerifyOptions, folder: Path, *, is_whole: bool) -> None:
-    side = side_of(options, folder, rank(), is_whole=is_whole)
-    with Supervised(side.diary, 60.0, on_stuck=lambda: None):
-        run_side(side, Reporter())
+            run_one(options, folder, is_whole=True)
+    run_one(options, folder, is_whole=False)
+    return compared(options, folder)
 
 
 @contextlib.contextmanager
@@ -56,17 +44,19 @@ def _without_group() -> Any:
         yield
 
 
+COMPILED = "compiled blocks"  # the compiler takes as long as all others
 _MEAN_SQUARE = {"model": "build_with_batch", "batch": "", "loss": "mean_square"}
 CLEAN: dict[str, dict[str, Any]] = {
     "as it is": {},
     "fsdp1": {"api": "fsdp1"},
     "bfloat16": {"dtype": "bf16"},
     "mixed precision, and a loss of its own": {**_MEAN_SQUARE, "shard": "shard_in_bf16"},
-    "compiled blocks": {"shard": "shard_compiled"},
+    COMPILED: {"shard": "shard_compiled"},
     "a registered method": {"loss": "loss_by_encode", "shard": "shard_and_register"},
 }
 
 
+@repeats(lambda s: s["case"] == COMPILED)
 @pytest.mark.parametrize("case", CLEAN)
 @on_ranks(2)
 def test_what_is_right_passes(case: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fullshard.json_files import parse_json
+from fullshard.tools.doctor.checks import verdict_of
 from fullshard.tools.doctor.findings import Severity
 from fullshard.tools.exits import Exit
 from fullshard.tools.json_text import json_text
@@ -24,14 +25,15 @@ from fullshard.tools.verify.comparing import (
     first_module,
     note_unsteady,
 )
-from fullshard.tools.verify.judging import judge, verdict_of
+from fullshard.tools.verify.judging import judge
 from fullshard.tools.verify.options import Tolerance, VerifyOptions
 from fullshard.tools.verify.printing import as_dict
 from fullshard.tools.verify.record import Failure, Output, Part, Run, Unit, merged
 
 OPTIONS = VerifyOptions("train:build")
+SCRIPT = VerifyOptions(__file__)
 FIRST = {"a.weight": "1", "a.bias": "2", "b.weight": "3"}
-UNITS = (Unit("a", ("a.weight", "a.bias"), 2.0), Unit("", ("b.weight",), 2.0))
+UNITS = [Unit("a", ("a.weight", "a.bias"), 2.0), Unit("", ("b.weight",), 2.0)]
 OUTPUTS = tuple(
     Output(path, call, "Linear", "torch.float32", (2, 4))
     for path, call in (("a", 0), ("b", 0), ("b", 1), ("", 0))
@@ -40,14 +42,14 @@ TOLERANCE = Tolerance(1e-4, 1e-5)
 
 
 def _run(*ranks: int, **changes: Any) -> Run:
-    parts = tuple(Part(0, rank, 1.0, f"batch {rank}", OUTPUTS) for rank in ranks)
+    parts = [Part(0, rank, 1.0, f"batch {rank}", OUTPUTS) for rank in ranks]
     run = Run(own=FIRST, initial=FIRST, buffers={"mean": "4"}, parts=parts, units=UNITS)
     return dataclasses.replace(run, **changes)
 
 
 def _comparison(**changes: Any) -> Comparison:
     ranks = {0: _run(0), 1: _run(1, initial={})}
-    whole = Comparison(OPTIONS, TOLERANCE, _run(0, 1, units=()), ranks)
+    whole = Comparison(OPTIONS, TOLERANCE, _run(0, 1, units=[]), ranks)
     return dataclasses.replace(whole, **changes)
 
 
@@ -78,6 +80,7 @@ def _first(**changes: Any) -> FirstModule:
     return FirstModule(0, 1, dataclasses.replace(OUTPUTS[0], kind="Dropout", **changes), 0.5)
 
 
+_NOTHING = _failure("NothingToCompareError", "the script has sharded nothing")
 _PART = Part(0, 1, 1.0, "another", OUTPUTS)
 _WRITING = Part(0, 0, 1.0, "batch 0", OUTPUTS, ("a.weight",))
 
@@ -115,7 +118,7 @@ CASES: dict[str, tuple[Comparison, str, str, tuple[str, ...]]] = {
         "rank 0",
         ("fullshard.gathered(weight)",),
     ),
-    "a batch differs": (_with(1, parts=(_PART,)), "batches", "rank 1", ("first in step 0",)),
+    "a batch differs": (_with(1, parts=[_PART]), "batches", "rank 1", ("first in step 0",)),
     "first values differ": (
         _with(0, initial={**FIRST, "a.bias": "9"}, own={**FIRST, "a.bias": "9"}),
         "initial-parameters",
@@ -136,13 +139,13 @@ CASES: dict[str, tuple[Comparison, str, str, tuple[str, ...]]] = {
     ),
     "a buffer differs": (_with(1, buffers={"mean": "9"}), "initial-buffers", "rank 1", ("mean",)),
     "a tie is lost": (
-        _alone(ties=(("a.weight", "b.weight"),)),
+        _alone(ties=[("a.weight", "b.weight")]),
         "untied",
         "all ranks",
         ("a.weight and b.weight are one parameter",),
     ),
     "a forward writes": (
-        _alone(parts=(_WRITING, _comparison().alone.parts[1])),
+        _alone(parts=[_WRITING, _comparison().alone.parts[1]]),
         "forward-writes",
         "a",
         ("writes to a.weight", "after optimizer.step()"),
@@ -160,7 +163,7 @@ CASES: dict[str, tuple[Comparison, str, str, tuple[str, ...]]] = {
         ("step 0 is nan",),
     ),
     "ranks are warned": (
-        _comparison(ranks={r: _run(r, warnings=(f"rank {r}: lost",)) for r in (0, 1)}),
+        _comparison(ranks={r: _run(r, warnings=[f"rank {r}: lost"]) for r in (0, 1)}),
         "warned",
         "ranks 0-1",
         ("rank 0: lost",),
@@ -171,7 +174,24 @@ CASES: dict[str, tuple[Comparison, str, str, tuple[str, ...]]] = {
         "a",
         ("in the one process alone, in step 0", "replaces or compiles"),
     ),
-    "nothing is sharded": (_with(0, units=()), "not-sharded", "all ranks", ()),
+    "all ranks have one batch": (
+        _comparison(options=SCRIPT, ranks={r: _run(0, seeds=True) for r in (0, 1)}),
+        "same-batches",
+        "ranks 0-1",
+        ("the same batches, in 1 step", "DistributedSampler"),
+    ),
+    "a script seeds nothing": (_comparison(options=SCRIPT), "seeds", "all ranks", ("one seed",)),
+    "it has nothing to compare": (
+        _comparison(
+            options=SCRIPT,
+            ranks={r: _run(r, seeds=True, failure=_NOTHING) for r in (0, 1)},
+            alone=Run(),
+        ),
+        "failed",
+        "ranks 0-1",
+        ("sharded nothing", "fullshard verify SCRIPT -- ARGUMENTS"),
+    ),
+    "nothing is sharded": (_with(0, units=[]), "not-sharded", "all ranks", ()),
 }
 
 
@@ -395,7 +415,7 @@ def test_the_first_module_is_the_first_to_end() -> None:
 
 def test_a_module_that_one_side_leaves_out_is_the_first() -> None:
     whole = _comparison()
-    fewer = dict(whole.ranks) | {0: _run(0, parts=(Part(0, 0, 1.0, "batch 0", OUTPUTS[1:]),))}
+    fewer = dict(whole.ranks) | {0: _run(0, parts=[Part(0, 0, 1.0, "batch 0", OUTPUTS[1:])])}
     found = first_module(whole.alone, fewer, [])
     assert found is not None
     assert (found.output.path, found.missing) == ("a", "sharded")
@@ -409,7 +429,7 @@ def test_a_module_that_one_side_leaves_out_is_the_first() -> None:
 
 
 def test_a_run_goes_through_json() -> None:
-    run = _run(0, failure=_failure("ValueError", "x", "a.forward"), ties=(("a", "b"),))
+    run = _run(0, failure=_failure("ValueError", "x", "a.forward"), ties=[("a", "b")])
     for each in (run, Run()):
         assert parse_json(json.dumps(dataclasses.asdict(each)), Run, OSError) == each
 
@@ -447,7 +467,7 @@ def test_elements_whose_gradient_is_rounding_may_be_moved_anywhere() -> None:
 
 def test_ranks_of_one_side_are_one_run() -> None:
     follows = Failure("forward", 0, "PeerLostError", "rank 1 is gone")
-    runs = [_run(0, failure=follows, warnings=("a",)), _run(1, failure=_failure(), warnings=("a",))]
+    runs = [_run(0, failure=follows, warnings=["a"]), _run(1, failure=_failure(), warnings=["a"])]
     both = merged(runs)
     assert [part.rank for part in both.parts] == [0, 1]
-    assert (both.failure, both.warnings) == (_failure(), ("a",))
+    assert (both.failure, both.warnings) == (_failure(), ["a"])

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
-from fullshard.tools.verify.outputs import SAMPLE_NUMEL, OutputRecorder, Seen
+from fullshard.tools.verify.watching import SAMPLE_NUMEL, OutputRecorder, Seen
 
 CPU = torch.device("cpu")
 

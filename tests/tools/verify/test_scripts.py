@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,11 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.tools.doctor.findings import Finding, Severity
-from fullshard.tools.progress import Reporter
-from fullshard.tools.verify.comparing import Comparison, compare
-from fullshard.tools.verify.judging import judge
+from fullshard.tools.verify.comparing import Comparison
 from fullshard.tools.verify.options import VerifyOptions
-from fullshard.tools.verify.rank import run_side
-from fullshard.tools.verify.sides import side_of
-from fullshard.tools.verify.supervision import Supervised
-from tests.harness import on_ranks, rank, world_size
+from tests.harness import on_ranks, world_size
 from tests.selection import repeats
+from tests.tools.verify.sides import compared, run_one
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -28,14 +23,9 @@ def verified(folder: Path, *arguments: str, **given: Any) -> tuple[Comparison, d
     given = {"model": str(SCRIPTS / "train.py"), "ranks": world_size(), **given}
     options = VerifyOptions(arguments=arguments, **given)
     for is_whole in (False, True):
-        side = side_of(options, folder, rank(), is_whole=is_whole)
-        with Supervised(side.diary, 60.0, on_stuck=lambda: None):
-            warnings.simplefilter("ignore", DeprecationWarning)
-            run_side(side, Reporter())
+        run_one(options, folder, is_whole=is_whole)
         dist.barrier()
-    comparison = compare(options, folder)
-    bad = [each for each in judge(comparison) if each.severity is not Severity.OK]
-    return comparison, {each.id: each for each in bad}
+    return compared(options, folder)
 
 
 CLEAN = {
@@ -91,6 +81,7 @@ def test_several_models_pass(tmp_path: Path) -> None:
     assert {"0.weight", "model1.0.weight"} <= set(comparison.alone.initial)
 
 
+@pytest.mark.long  # four ranks; two groups to average over are all that it adds
 @on_ranks(4)
 def test_hybrid_sharding_passes(tmp_path: Path) -> None:
     _, found = verified(tmp_path, *["--does", "hybrid", "accumulate", "clip"])
@@ -140,6 +131,11 @@ FAULTS = {
 }
 
 
+# What test_judging.py has from records, test_faults.py of a model, or another of these tells alike.
+REPEATED_FAULTS = {"no root", "same data", "generator", "nothing", "exit"}
+
+
+@repeats(lambda s: s["fault"] in REPEATED_FAULTS)
 @pytest.mark.parametrize("fault", FAULTS)
 @on_ranks(2)
 def test_a_fault_is_named(fault: str, tmp_path: Path) -> None:

@@ -7,6 +7,9 @@ So ``.grad`` is the sum over backwards of the mean over ranks, right after each 
 synchronise, gradients wait, and the next backward that does averages them with its own.
 """
 
+import dataclasses
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -16,22 +19,17 @@ from torch import nn
 Groups = tuple[dist.ProcessGroup, ...]
 
 
+@dataclasses.dataclass(eq=False)
 class _Averaged:
     """A module whose parameters are averaged: over which groups, and whether the next backward does it.
 
     always: whether a parameter that no rank used gets a gradient of zeros.
     """
 
-    def __init__(self, module: nn.Module, groups: Groups) -> None:
-        self.module, self.groups = module, groups
-        self.syncs = True
-        self.always = False
-
-    def num_ranks(self) -> int:
-        num = 1
-        for group in self.groups:
-            num *= group.size()
-        return num
+    module: nn.Module
+    groups: Groups
+    syncs: bool = True
+    always: bool = False
 
 
 class Averaging:
@@ -46,7 +44,7 @@ class Averaging:
         self._ignored: set[nn.Parameter] = set()
         self._earlier: dict[nn.Parameter, torch.Tensor] = {}
         self._waiting: dict[nn.Parameter, torch.Tensor] = {}
-        self._weights: list[torch.Tensor] = []  # of losses since the last average
+        self._weight: torch.Tensor | None = None  # of losses since the last average
         self._totals: dict[nn.Parameter, float] = {}
 
     # What the script asks for
@@ -77,7 +75,8 @@ class Averaging:
 
     def weight_next(self, weight: torch.Tensor) -> None:
         """Average by weights: the loss of the next backward was multiplied by this one."""
-        self._weights.append(weight.detach().double().reshape(()))
+        weight = weight.detach().double().reshape(())
+        self._weight = weight if self._weight is None else self._weight + weight
 
     # Around a backward
 
@@ -85,7 +84,7 @@ class Averaging:
     def before_backward(self) -> None:
         """Set gradients aside that were averaged already."""
         self._earlier = {}
-        for _, parameter in self._parameters():
+        for parameter in itertools.chain(*self._by_module().values()):
             if parameter.grad is not None:
                 self._earlier[parameter] = parameter.grad
             parameter.grad = self._waiting.pop(parameter, None)
@@ -93,16 +92,14 @@ class Averaging:
     @torch.no_grad()
     def after_backward(self) -> None:
         """Average what the backward has left, and add it to what there was. Collective."""
-        by_module: dict[_Averaged, list[nn.Parameter]] = {}
-        for each, parameter in self._parameters():
-            by_module.setdefault(each, []).append(parameter)
+        by_module = self._by_module()
         for each, parameters in by_module.items():
             if each.syncs:
                 self._average(each, parameters)
             else:
                 self._let_wait(parameters)
         if any(each.syncs for each in by_module):
-            self._weights = []
+            self._weight = None
         self._earlier = {}
 
     def _let_wait(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -117,9 +114,8 @@ class Averaging:
         flags = torch.tensor(used, device=device)
         _sum(flags, each.groups)
         total = None
-        if self._weights:
-            weights = [weight.to(device) for weight in self._weights]
-            weight = torch.stack(weights).sum()
+        if self._weight is not None:
+            weight = self._weight.to(device, copy=True)
             _sum(weight, each.groups)
             total = float(weight)
         for parameter, num_users in zip(parameters, flags.tolist(), strict=True):
@@ -131,7 +127,8 @@ class Averaging:
             wide = own.detach().to(torch.promote_types(own.dtype, torch.float32), copy=True)
             _sum(wide, each.groups)
             if total is None:
-                mean = (wide / (self._divide_by or each.num_ranks())).to(own.dtype)
+                num_ranks = math.prod(group.size() for group in each.groups)
+                mean = (wide / (self._divide_by or num_ranks)).to(own.dtype)
                 parameter.grad = mean if earlier is None else earlier + mean
                 continue
             before = 0.0
@@ -145,14 +142,16 @@ class Averaging:
         modules = set(module.modules()) if recurse else {module}
         return (each for each in self._modules if each.module in modules)
 
-    def _parameters(self) -> Iterator[tuple[_Averaged, nn.Parameter]]:
-        """Yield what is averaged, with the first module that was added of those it is in."""
+    def _by_module(self) -> dict[_Averaged, list[nn.Parameter]]:
+        """Return what is averaged, by the first module that was added of those it is in."""
         seen: set[nn.Parameter] = set(self._ignored)
+        found: dict[_Averaged, list[nn.Parameter]] = {}
         for each in self._modules:
             for parameter in each.module.parameters():
                 if parameter not in seen and parameter.requires_grad:
-                    yield each, parameter
+                    found.setdefault(each, []).append(parameter)
                 seen.add(parameter)
+        return found
 
 
 def _sum(tensor: torch.Tensor, groups: Groups) -> None:

@@ -49,9 +49,8 @@ class Casting:
         setattr(module, _PRECISION, precision)
         self._modules.append(module)
 
-        def before(
-            module: nn.Module, args: Any, kwargs: Any
-        ) -> Any:  # a bound method would be copied with the module
+        # A bound method would be copied with the module.
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return self._enter_forward(module, args, kwargs)
 
         module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
@@ -151,9 +150,8 @@ class Casting:
     def _restore(self, module: nn.Module) -> None:
         for owner, name, parameter in self._replaced.pop(module):
             copy = owner._parameters[name]
-            if (
-                copy is not None and copy._version
-            ):  # the forward wrote to it: a whole model would keep that
+            # The forward may have written to it, and a whole model would keep that.
+            if copy is not None and copy._version:
                 parameter.data.copy_(copy.detach())
             owner._parameters[name] = parameter
 

@@ -22,10 +22,9 @@ from fullshard.tools.verify.record import (
     Run,
     alone_folder,
     merged,
-    output_key,
     rank_folder,
     read_run,
-    read_step,
+    read_tensors,
     whole_folder,
 )
 
@@ -127,6 +126,11 @@ class Comparison:
         return "whole model" if self.options.script else "one process"
 
     @property
+    def begun(self) -> Run | None:
+        """The run of the rank that has the sharded model's first values; None if it did not get that far."""
+        return next((run for run in self.ranks.values() if run.initial), None)
+
+    @property
     def died(self) -> list[int]:
         """The ranks that ended without a record by themselves: the first, where others were ended with it."""
         if self.alone.failure is not None and not self.options.script:
@@ -139,33 +143,40 @@ def compare(
     options: VerifyOptions, folder: Path, *, ending: Ending = WELL, ending_of_whole: Ending = WELL
 ) -> Comparison:
     """Read what both sides have written, and compare it step by step."""
-    found = {rank: read_run(rank_folder(folder, rank)) for rank in range(options.ranks)}
-    ranks = {rank: run for rank, run in found.items() if run is not None}
+    names = [rank_folder(folder, rank) for rank in range(options.ranks)]
+    ranks = {rank: run for rank, name in enumerate(names) if (run := read_run(name)) is not None}
     folders = [alone_folder(folder)]
     if options.script:
         folders = [whole_folder(folder, rank) for rank in range(options.ranks)]
     wholes = [read_run(each) for each in folders]
     alone = merged([run for run in wholes if run is not None])
     if options.script:
-        alone = _with_death(alone, wholes, ending_of_whole)
-        ranks = {r: dataclasses.replace(run, own=_own(wholes[r])) for r, run in ranks.items()}
+        if None in wholes and any(wholes) and alone.failure is None:
+            text = ending_of_whole.message or "a rank ended by itself, without an exception"
+            alone.failure = Failure("the script", None, RANK_DIED, text)
+        for rank, run in ranks.items():
+            whole = wholes[rank]
+            run.own = {} if whole is None else whole.own
     outputs = [o for run in (alone, *ranks.values()) for part in run.parts for o in part.outputs]
     tolerance = options.tolerance({output.dtype for output in outputs})
     worst: list[Difference] = []
     differing: list[Difference] = []
     unsteady: dict[str, torch.Tensor] = {}
     for step in range(options.steps):
-        expected: dict[str, torch.Tensor] = {}
-        for each in folders:
-            expected |= read_step(each, step)
-        given: dict[str, torch.Tensor] = {}
-        for rank in ranks:
-            given |= read_step(rank_folder(folder, rank), step)
+        expected, given = (
+            {
+                key: tensor
+                for each in side
+                for key, tensor in read_tensors(each, f"step-{step}").items()
+            }
+            for side in (folders, [names[rank] for rank in ranks])
+        )
         if options.script:
             note_unsteady(unsteady, expected, given)
         differences = list(differences_of(step, expected, given, tolerance, unsteady))
         differing += [each for each in differences if each.exceeds]
-        worst += _worst_of_kinds(differences)
+        by_kind = [[each for each in differences if each.kind == kind] for kind in KINDS]
+        worst += [max(each, key=_excess) for each in by_kind if each]
     return Comparison(
         options=options,
         tolerance=tolerance,
@@ -177,18 +188,6 @@ def compare(
         first=first_module(alone, ranks, differing),
         ending=ending,
     )
-
-
-def _with_death(alone: Run, wholes: Sequence[Run | None], ending: Ending) -> Run:
-    """Say that a rank of the whole side has died, if none says anything else."""
-    if None not in wholes or not any(wholes) or alone.failure is not None:
-        return alone
-    text = ending.message or "a rank ended by itself, without an exception"
-    return dataclasses.replace(alone, failure=Failure("the script", None, RANK_DIED, text))
-
-
-def _own(run: Run | None) -> Mapping[str, str]:
-    return {} if run is None else run.own
 
 
 def note_unsteady(
@@ -222,10 +221,10 @@ def differences_of(
     """
     unequal = set()
     scales = {key: _largest(expected[key]) for key in given if key in expected}
-    largest = {
-        kind: max((s for key, s in scales.items() if _kind(key) == kind), default=0.0)
-        for kind in KINDS
-    }
+    largest = dict.fromkeys(KINDS, 0.0)
+    for key, scale in scales.items():
+        kind = key.partition("/")[0]
+        largest[kind] = max(largest[kind], scale)
     for key, scale in scales.items():
         kind, _, name = key.partition("/")
         rank: int | None = None
@@ -249,68 +248,54 @@ def differences_of(
         yield found
 
 
+def paired(alone: Run, ranks: Mapping[int, Run]) -> list[tuple[Part, Part]]:
+    """Return the parts that both sides have computed, by step, rank and backward: as the one process did, and the rank."""
+    expected = {part.place: part for part in alone.parts}
+    parts = sorted((p for run in ranks.values() for p in run.parts), key=lambda p: p.place)
+    return [(expected[part.place], part) for part in parts if part.place in expected]
+
+
 def first_module(
     alone: Run, ranks: Mapping[int, Run], differing: Sequence[Difference]
 ) -> FirstModule | None:
     """Return the first module that differs: of the first step, and of the first rank that has one."""
     outside = {(d.step, d.rank, d.name): d for d in differing if d.kind == "output"}
-    expected = {part.place: part for part in alone.parts}
-    parts = sorted((p for run in ranks.values() for p in run.parts), key=lambda p: p.place)
-    for part in parts:
-        if (one := expected.get(part.place)) is not None:
-            found = _first_in(one, part, outside)
-            if found is not None:
-                return found
-    return None
+    found = (_first_in(*parts, outside) for parts in paired(alone, ranks))
+    return next((each for each in found if each is not None), None)
 
 
 def _first_in(
     alone: Part, sharded: Part, outside: Mapping[tuple[int, int | None, str], Difference]
 ) -> FirstModule | None:
-    ran = {(output.path, output.call) for output in sharded.outputs}
+    there = {output.name for output in sharded.outputs}
+    known = {output.name for output in alone.outputs}
     for output in alone.outputs:
-        if (output.path, output.call) not in ran:
+        if output.name not in there:
             return FirstModule(alone.step, alone.rank, output, missing="sharded")
-        name = output_key(alone.rank, output.path, output.call).split("/", 2)[2]
-        if (difference := outside.get((alone.step, alone.rank, name))) is not None:
+        if (difference := outside.get((alone.step, alone.rank, output.name))) is not None:
             return FirstModule(alone.step, alone.rank, output, difference.relative)
-    known = {(output.path, output.call) for output in alone.outputs}
     for output in sharded.outputs:
-        if (output.path, output.call) not in known:
+        if output.name not in known:
             return FirstModule(alone.step, alone.rank, output, missing="alone")
     return None
 
 
 def _losses(alone: Run, ranks: Mapping[int, Run], tolerance: Tolerance) -> list[Loss]:
-    expected = {part.place: part.loss for part in alone.parts}
     found = []
-    for part in (part for run in ranks.values() for part in run.parts):
-        if (one := expected.get(part.place)) is not None:
-            both_nan = math.isnan(one) and math.isnan(part.loss)
-            is_close = abs(part.loss - one) <= tolerance.rtol * abs(one) + tolerance.atol
-            differs = not (is_close or both_nan or one == part.loss)
-            found.append(Loss(part.step, part.rank, one, part.loss, differs, part.backward))
-    return sorted(found, key=lambda loss: (loss.step, loss.rank, loss.backward))
-
-
-def _worst_of_kinds(differences: Sequence[Difference]) -> list[Difference]:
-    """Return of each kind the one that is most above its limit, or least below."""
-    found = []
-    for kind in KINDS:
-        of_kind = [each for each in differences if each.kind == kind]
-        if of_kind:
-            found.append(max(of_kind, key=_excess))
+    for part, sharded in paired(alone, ranks):
+        one, other = part.loss, sharded.loss
+        both_nan = math.isnan(one) and math.isnan(other)
+        is_close = abs(other - one) <= tolerance.rtol * abs(one) + tolerance.atol
+        differs = not (is_close or both_nan or one == other)
+        found.append(Loss(part.step, part.rank, one, other, differs, part.backward))
     return found
 
 
 def _excess(difference: Difference) -> float:
+    """Say how much it is above its limit."""
     if math.isnan(difference.worst):
         return math.inf
     return difference.worst / difference.limit if difference.limit else difference.worst
-
-
-def _kind(key: str) -> str:
-    return key.partition("/")[0]
 
 
 def _largest(tensor: torch.Tensor) -> float:

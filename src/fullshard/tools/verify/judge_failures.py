@@ -53,13 +53,11 @@ def judge_failures(comparison: Comparison) -> Iterator[Finding]:
             _ADVICE_ON_NOTHING if failure.kind == "NothingToCompareError" else _ADVICE_ON_BOTH,
         )
     if (failure := alone) is not None and not alike and not (failures and failure.may_follow):
-        yield Finding(
-            "failed-alone",
-            Severity.PROBLEM,
-            comparison.reference,
-            _said(failure),
-            _advice_on_program(failure, comparison.options.script),
-        )
+        advice = _ADVICE_ON_SCRIPT if comparison.options.script else _ADVICE_ON_FACTORY
+        if failure.kind == "NothingToCompareError":
+            advice = _ADVICE_ON_NOTHING
+        where = comparison.reference
+        yield Finding("failed-alone", Severity.PROBLEM, where, _said(failure), advice)
     causes = {rank: each for rank, each in failures.items() if not each.may_follow}
     ended = [] if causes or comparison.died else _ended_early(comparison)
     if ended:
@@ -85,12 +83,6 @@ def _ended_early(comparison: Comparison) -> list[int]:
         return []
     ended = {r: run for r, run in comparison.ranks.items() if run.failure is None}
     return [r for r, run in ended.items() if len(run.seconds) < comparison.options.steps]
-
-
-def _advice_on_program(failure: Failure, script: str) -> str:
-    if failure.kind == "NothingToCompareError":
-        return _ADVICE_ON_NOTHING
-    return _ADVICE_ON_SCRIPT if script else _ADVICE_ON_FACTORY
 
 
 def _failure_finding(failure: Failure, ranks: Sequence[int], comparison: Comparison) -> Finding:

@@ -5,10 +5,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from fullshard.tools.doctor.findings import Finding, Severity, counted, numbered
-from fullshard.tools.verify.comparing import KINDS, Comparison, Difference
+from fullshard.tools.verify.comparing import KINDS, Comparison, Difference, paired
 from fullshard.tools.verify.judge_failures import grouped, judge_deaths, judge_failures
 from fullshard.tools.verify.options import VerifyOptions
-from fullshard.tools.verify.record import Unit
 
 _NUM_NAMES = 4
 _SAME_RATIO = 0.01  # two gradients are scaled alike if their factors differ by less
@@ -26,16 +25,10 @@ def judge(comparison: Comparison) -> list[Finding]:
     return sorted(found, key=lambda finding: order.index(finding.severity))
 
 
-def verdict_of(findings: Iterable[Finding]) -> Severity:
-    order = list(Severity)
-    return min((each.severity for each in findings), key=order.index, default=Severity.OK)
-
-
 def judge_batches(comparison: Comparison) -> Iterator[Finding]:
     """Find parts of batches that are not what the one process had."""
-    alone = {part.place: part.batch for part in comparison.alone.parts}
-    parts = [part for run in comparison.ranks.values() for part in run.parts]
-    others = [p for p in parts if alone.get(p.place, p.batch) != p.batch]
+    parts = paired(comparison.alone, comparison.ranks)
+    others = [part for alone, part in parts if alone.batch != part.batch]
     if others:
         yield Finding(
             "batches",
@@ -75,23 +68,19 @@ def judge_division(comparison: Comparison) -> Iterator[Finding]:
 def judge_start(comparison: Comparison) -> Iterator[Finding]:
     """Compare first values: whole parameters after sharding, and every rank's buffers."""
     alone = comparison.alone
-    first = next((run for run in comparison.ranks.values() if run.initial), None)
-    if first is not None and (lacking := [n for n in alone.initial if n not in first.initial]):
-        yield Finding(
-            "lacking",
-            Severity.PROBLEM,
-            "all ranks",
-            f"{_listed(lacking)}: not in the sharded model",
-        )
-    if first is not None:
+    if (first := comparison.begun) is not None:
+        if lacking := [name for name in alone.initial if name not in first.initial]:
+            text = f"{_listed(lacking)}: not in the sharded model"
+            yield Finding("lacking", Severity.PROBLEM, "all ranks", text)
         yield from _judge_first_values(comparison, _others(alone.initial, first.initial))
+    where = "on rank 0" if comparison.options.script else "in the one process"
     by_rank = {r: _others(alone.buffers, run.buffers) for r, run in comparison.ranks.items()}
     for names, ranks in grouped({r: tuple(names) for r, names in by_rank.items() if names}):
         yield Finding(
             "initial-buffers",
             Severity.PROBLEM,
             numbered(ranks),
-            f"{_listed(names)}: other values before the first step than {_on_first(comparison)}",
+            f"{_listed(names)}: other values before the first step than {where}",
             "Buffers are not sharded, and nothing makes them alike: build them the same on every rank, or "
             "broadcast them once (torch.distributed.broadcast) before training.",
         )
@@ -126,10 +115,9 @@ def _judge_first_values(comparison: Comparison, other: Sequence[str]) -> Iterato
 
 def judge_ties(comparison: Comparison) -> Iterator[Finding]:
     """Compare which names share a parameter."""
-    sharded = next((run.ties for run in comparison.ranks.values() if run.initial), None)
-    if sharded is None:
+    if comparison.begun is None:
         return
-    groups = [set(tied) for tied in sharded]
+    groups = [set(tied) for tied in comparison.begun.ties]
     for tied in comparison.alone.ties:
         if not any(set(tied) <= group for group in groups):
             yield Finding(
@@ -157,10 +145,6 @@ def judge_writes(comparison: Comparison) -> Iterator[Finding]:
         )
 
 
-def _on_first(comparison: Comparison) -> str:
-    return "on rank 0" if comparison.options.script else "in the one process"
-
-
 def judge_divide_factor(comparison: Comparison) -> Iterator[Finding]:
     """Find gradients that are all the same multiple of those of the one process, by unit.
 
@@ -182,6 +166,7 @@ def judge_divide_factor(comparison: Comparison) -> Iterator[Finding]:
         names = [each.name for each in scaled]
         chosen = dict.fromkeys(owner[name] for name in names if name in owner)
         whole = [unit for unit in chosen if set(unit.parameters) <= set(names)]
+        divisors = ", ".join(f"{each:g}" for each in sorted({unit.divide_factor for unit in whole}))
         yield Finding(
             "divide-factor",
             Severity.PROBLEM,
@@ -189,7 +174,7 @@ def judge_divide_factor(comparison: Comparison) -> Iterator[Finding]:
             if whole
             else _listed(names),
             f"gradients of {counted(len(names), 'parameter')} are {factor:.4g} times those of the {comparison.reference}"
-            f"{_divided(whole)}",
+            f"{divisors and f'; divided by {divisors}'}",
             _advice_on_factor(factor, comparison.options),
         )
 
@@ -199,11 +184,6 @@ def _factor(difference: Difference) -> float | None:
     if ratio is None or residual is None or residual > _IS_SCALED or ratio <= 0:
         return None
     return ratio if abs(ratio - 1) > _SAME_RATIO else None
-
-
-def _divided(units: Sequence[Unit]) -> str:
-    factors = sorted({unit.divide_factor for unit in units})
-    return f"; divided by {', '.join(f'{factor:g}' for factor in factors)}" if factors else ""
 
 
 def _advice_on_factor(factor: float, options: VerifyOptions) -> str:
@@ -227,22 +207,19 @@ def judge_random(comparison: Comparison) -> Iterator[Finding]:
         True for judge_one in _JUDGES_OF_INPUTS for _ in judge_one(comparison)
     )
     if not is_explained:
+        state, off = "seeded alike for each step and rank", "p=0, or --eval"
+        if comparison.options.script:
+            state, off = "in the same state on both sides before the first forward", "p=0"
         yield Finding(
             "random",
             Severity.PROBLEM,
             first.output.path or "the model",
             f"the first output that differs is that of {first.output.kind}, which draws random numbers",
-            f"Torch's, NumPy's and Python's generators are {_seeded(comparison)}, so what was drawn came from "
+            f"Torch's, NumPy's and Python's generators are {state}, so what was drawn came from "
             "elsewhere (a generator of the module's own) or in another number. Verify without it: "
-            f"{'p=0' if comparison.options.script else 'p=0, or --eval'}. If that passes, sharding is right and "
+            f"{off}. If that passes, sharding is right and "
             "the masks alone differ.",
         )
-
-
-def _seeded(comparison: Comparison) -> str:
-    if comparison.options.script:
-        return "in the same state on both sides before the first forward"
-    return "seeded alike for each step and rank"
 
 
 def judge_finite(comparison: Comparison) -> Iterator[Finding]:
@@ -317,8 +294,8 @@ def judge_modules(comparison: Comparison) -> Iterator[Finding]:
 
 def judge_seeds(comparison: Comparison) -> Iterator[Finding]:
     """Say that first values are those of one seed for all ranks, which the script does not set."""
-    began = [run for run in comparison.ranks.values() if run.initial]
-    if comparison.options.script and began and not began[0].seeds:
+    begun = comparison.begun
+    if comparison.options.script and begun is not None and not begun.seeds:
         yield Finding(
             "seeds",
             Severity.NOTE,
@@ -338,11 +315,9 @@ def judge_warnings(comparison: Comparison) -> Iterator[Finding]:
                 said.setdefault(alike, (text, []))[1].append(rank)
     for text, ranks in said.values():
         yield Finding("warned", Severity.WARNING, numbered(ranks), text)
-    began = [run for run in comparison.ranks.values() if run.initial]
-    if began and not began[0].units:
-        yield Finding(
-            "not-sharded", Severity.WARNING, "all ranks", "nothing in the model is sharded"
-        )
+    if comparison.begun is not None and not comparison.begun.units:
+        text = "nothing in the model is sharded"
+        yield Finding("not-sharded", Severity.WARNING, "all ranks", text)
 
 
 _JUDGES_OF_INPUTS = (judge_batches, judge_start, judge_ties, judge_writes)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 # Imported inside `replaced`, it would have the others' names, and take modules for sharded ones.
-import torch.distributed.checkpoint.state_dict  # noqa: F401
+import torch.distributed.checkpoint.state_dict
 from torch import nn
 
 from fullshard import FullyShardedDataParallel
@@ -26,6 +26,14 @@ class Root(NamedTuple):
         """Return what a module, parameter or buffer of this model is called in the records."""
         return f"{self.prefix}{path_of(name)}".removesuffix(".")
 
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return the model's parameters by every name that they have in the records."""
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {self.name(name): parameter for name, parameter in named}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {self.name(name): buffer for name, buffer in self.module.named_buffers()}
+
 
 class Models:
     """The modules that the script gave to be sharded, and the outermost models that have them."""
@@ -34,9 +42,6 @@ class Models:
         self.noted: list[nn.Module] = []
         self.roots: list[Root] = []
         self._covered: set[nn.Module] = set()
-
-    def note(self, module: nn.Module) -> None:
-        self.noted.append(module)
 
     def add(self, model: nn.Module) -> Root:
         """Add a model that is known before it is called."""
@@ -69,9 +74,7 @@ class Models:
         found: dict[nn.Module, str] = {}
         for root in (*self.roots, *(Root(module, "") for module in reversed(self.noted))):
             for path, module in root.module.named_modules():
-                if not isinstance(
-                    module, FullyShardedDataParallel
-                ):  # it has the path of its module
+                if not isinstance(module, FullyShardedDataParallel):  # its module has the path
                     found.setdefault(module, root.name(path))
         return found
 

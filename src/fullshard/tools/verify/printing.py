@@ -10,13 +10,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fullshard.tools.doctor.checks import verdict_of
 from fullshard.tools.doctor.findings import Finding, Severity, counted, numbered, sized, timed
 from fullshard.tools.doctor.printing import findings_table
 from fullshard.tools.exits import Exit
 from fullshard.tools.json_text import json_text
 from fullshard.tools.progress import as_it_is
 from fullshard.tools.verify.comparing import RANK_DIED, Comparison, Difference
-from fullshard.tools.verify.judging import judge, verdict_of
+from fullshard.tools.verify.judging import judge
 from fullshard.tools.verify.record import Run
 
 _PLAIN_WIDTH = 120  # of a pipe or a file

@@ -28,7 +28,7 @@ def train(program: "Program", side: Side, watch: Watch) -> None:
     with watch.paused():
         plain, batch_of = program.make()
         watch.know({module: path for path, module in plain.named_modules()})
-        diary.note(own=fingerprints(plain.named_parameters(remove_duplicate=False)))
+        diary.run.own |= fingerprints(plain.named_parameters(remove_duplicate=False))
         diary.phase = "sharding"
         model = side.sharded(plain, program.sharded)
         watch.add_model(model)

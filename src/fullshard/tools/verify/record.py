@@ -46,6 +46,11 @@ class Output:
     shape: tuple[int, ...]
     is_random: bool = False
 
+    @property
+    def name(self) -> str:
+        """Its name among the outputs of one part."""
+        return f"{self.path}#{self.call}"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
@@ -101,7 +106,7 @@ class Unit:
     divide_factor: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Run:
     """One process, from the model's first values to its last step, or to its failure.
 
@@ -115,16 +120,16 @@ class Run:
     peak_nbytes: above what the process held before it made the model; None where nothing says so.
     """
 
-    own: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    initial: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    buffers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    ties: tuple[tuple[str, ...], ...] = ()
-    units: tuple[Unit, ...] = ()
-    parts: tuple[Part, ...] = ()
-    seconds: tuple[float, ...] = ()
+    own: dict[str, str] = dataclasses.field(default_factory=dict)
+    initial: dict[str, str] = dataclasses.field(default_factory=dict)
+    buffers: dict[str, str] = dataclasses.field(default_factory=dict)
+    ties: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
+    units: list[Unit] = dataclasses.field(default_factory=list)
+    parts: list[Part] = dataclasses.field(default_factory=list)
+    seconds: list[float] = dataclasses.field(default_factory=list)
     peak_nbytes: int | None = None
     seeds: bool = False
-    warnings: tuple[str, ...] = ()
+    warnings: list[str] = dataclasses.field(default_factory=list)
     failure: Failure | None = None
 
 
@@ -135,8 +140,8 @@ def merged(runs: Sequence[Run]) -> Run:
     failures = [run.failure for run in runs if run.failure is not None]
     return dataclasses.replace(
         runs[0],
-        parts=tuple(part for run in runs for part in run.parts),
-        warnings=tuple(dict.fromkeys(text for run in runs for text in run.warnings)),
+        parts=[part for run in runs for part in run.parts],
+        warnings=list(dict.fromkeys(text for run in runs for text in run.warnings)),
         failure=min(failures, key=lambda failure: failure.may_follow, default=None),
     )
 
@@ -155,27 +160,15 @@ class Diary:
         self.step: int | None = None
         self.paths: Mapping[int, str] = {}
 
-    def note(self, **changes: object) -> None:
-        self.run = dataclasses.replace(self.run, **changes)  # type: ignore[arg-type]
-
-    def note_part(self, part: Part) -> None:
-        self.note(parts=(*self.run.parts, part))
-
-    def write_step(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        own = {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
-        torch.save(own, _step_file(self._folder, step))
-
-    def write_start(self, prefix: str, content: Mapping[str, Any]) -> None:
-        """Write what a model begins with. prefix: of its names."""
-        torch.save(content, _start_file(self._folder, prefix))
-
-    def write(self, failure: Failure | None = None) -> None:
+    def write(self) -> None:
         """Write the facts, all at once, so that what is there is complete."""
-        if failure is not None:
-            self.note(failure=failure)
         unfinished = self._folder / "run.json.part"
         unfinished.write_text(json.dumps(dataclasses.asdict(self.run)))
         unfinished.rename(self._folder / "run.json")
+
+    def write_tensors(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write tensors as a file: "step-0", or "start", with the prefix of a model's names before it."""
+        torch.save(content, self._folder / f"{name}.pt")
 
 
 def read_run(folder: Path) -> Run | None:
@@ -187,17 +180,9 @@ def read_run(folder: Path) -> Run | None:
     return run
 
 
-def read_step(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of a step by key, mapped from their file; empty if it was not reached."""
-    return _read(_step_file(folder, step))
-
-
-def read_start(folder: Path, prefix: str) -> dict[str, Any]:
-    """Return what a model begins with; empty if it was not reached."""
-    return _read(_start_file(folder, prefix))
-
-
-def _read(path: Path) -> dict[str, Any]:
+def read_tensors(folder: Path, name: str) -> dict[str, Any]:
+    """Return what a file has, mapped from it; empty if the process did not get that far."""
+    path = folder / f"{name}.pt"
     return torch.load(path, weights_only=True, mmap=True) if path.exists() else {}
 
 
@@ -214,24 +199,6 @@ def whole_folder(folder: Path, rank: int) -> Path:
     return folder / f"whole-{rank}"
 
 
-def _start_file(folder: Path, prefix: str) -> Path:
-    return folder / f"{prefix}start.pt"
-
-
-def _step_file(folder: Path, step: int) -> Path:
-    return folder / f"step-{step}.pt"
-
-
-def output_key(rank: int, path: str, call: int) -> str:
-    return f"output/{rank}/{path}#{call}"
-
-
 def keyed(kind: str, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors by key: kind "buffer/1" and name "norm.mean" give "buffer/1/norm.mean"."""
     return {f"{kind}/{name}": tensor for name, tensor in named.items()}
-
-
-def keyless(kind: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a kind by name: the way back from `keyed`."""
-    own = f"{kind}/"
-    return {key.removeprefix(own): each for key, each in tensors.items() if key.startswith(own)}

@@ -19,10 +19,9 @@ from fullshard.tools.progress import Reporting
 from fullshard.tools.verify.comparing import WELL, compare
 from fullshard.tools.verify.options import VerifyOptions
 from fullshard.tools.verify.printing import show
-from fullshard.tools.verify.rank import run_side
+from fullshard.tools.verify.rank import run_side, supervised
 from fullshard.tools.verify.record import rank_folder, read_run
 from fullshard.tools.verify.sides import side_of
-from fullshard.tools.verify.supervision import Supervised
 
 
 def verify(
@@ -78,7 +77,7 @@ def _alone(options: VerifyOptions, folder: Path, *, is_kept: bool, as_json: bool
 
     with Reporting(rank=0) as report:
         report.note(f"one process: {options.steps} steps, not sharded")
-        with Supervised(side.diary, options.timeout_s, on_stuck=end_stuck, passing=(OptionError,)):
+        with supervised(side.diary, options.timeout_s, on_stuck=end_stuck, passing=(OptionError,)):
             run_side(side, report)
     return side.diary.run.failure is None
 

@@ -12,19 +12,18 @@ its own are recorded. So each step is compared by itself: rounding that an adapt
 
 import contextlib
 import functools
-import random
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import fullshard
 from fullshard import FSDPModule
+from fullshard.compare.surroundings import random_states, set_random_states
 from fullshard.compare.values import path_of
 from fullshard.errors import StateError
 from fullshard.tools.verify.averaging import Averaging
@@ -36,10 +35,8 @@ from fullshard.tools.verify.record import (
     Unit,
     alone_folder,
     keyed,
-    keyless,
     rank_folder,
-    read_start,
-    read_step,
+    read_tensors,
     whole_folder,
 )
 from fullshard.tools.verify.values import fingerprint, fingerprints, seed_all
@@ -49,21 +46,21 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Side:
-    """What all do alike; by itself, it records nothing of values.
+    """A whole model, and what all sides do alike.
 
     rank: whose part is computed. parts: the ranks whose parts this process computes in each step.
+    folder: of the records of all ranks on both sides. own_folder: of this process's.
     """
 
     label = ""
-    folder_of = staticmethod(rank_folder)
 
-    def __init__(self, options: VerifyOptions, folder: Path, rank: int) -> None:
-        self.options, self.rank = options, rank
-        self.diary = Diary(self.folder_of(folder, rank))
+    def __init__(self, options: VerifyOptions, rank: int, folder: Path, own_folder: Path) -> None:
+        self.options, self.rank, self._folder = options, rank, folder
+        self.diary = Diary(own_folder)
         self.models = Models()
         self.optimizers: set[torch.optim.Optimizer] = set()  # that have taken a step
         self._first_state = 0  # what torch's generator was seeded with before the script
-        self._folder = folder  # of the records of all ranks on both sides
+        self._before: Mapping[str, str] = {}  # of parameters, before a forward
 
     @property
     def parts(self) -> Sequence[int]:
@@ -71,7 +68,7 @@ class Side:
 
     def names(self) -> contextlib.AbstractContextManager[None]:
         """Let the script find what this side has in the place of sharding, inside a block."""
-        raise NotImplementedError
+        return contextlib.nullcontext()
 
     def sharded(self, model: nn.Module, shard: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """Return a model that is no script's as this side computes with it. Collective."""
@@ -79,29 +76,36 @@ class Side:
 
     def start(self, root: Root) -> None:
         """See a model for the first time, before its first forward. Collective."""
-        raise NotImplementedError
+        self._note_start(root, root.parameters())
 
     def before_forward(self) -> None:
         """See that a forward begins which a backward may follow."""
+        if not self._before:
+            self._before = self._values()
 
     def before_backward(self) -> tuple[str, ...]:
         """Return the parameters that forwards have written to, as far as this side can know."""
-        return ()
+        before, self._before = self._before, {}
+        now = self._values() if before else {}
+        return tuple(name for name, value in now.items() if before.get(name, value) != value)
 
     def after_backward(self) -> None:
         """See that gradients are there. Collective."""
 
     def gradients(self, root: Root) -> Tensors:
         """Return whole gradients by name; on rank 0 alone. Collective."""
-        raise NotImplementedError
+        if 0 not in self.parts:
+            return {}
+        named = root.parameters().items()
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
 
     def parameters(self, root: Root) -> Tensors:
         """Return whole parameters by name; on rank 0 alone. Collective."""
-        raise NotImplementedError
+        return dict(root.parameters()) if 0 in self.parts else {}
 
     def buffers(self, root: Root) -> Tensors:
         """Return buffers by key, as they are before the optimizer's step."""
-        return keyed(f"buffer/{self.rank}", _named_buffers(root))
+        return keyed(f"buffer/{self.rank}", root.buffers())
 
     def begin_part(self, rank: int) -> None:
         """See that the part of a rank begins, of `parts`."""
@@ -118,27 +122,22 @@ class Side:
         seed_all(self.options.seed)
         self._first_state = torch.initial_seed()
 
-    def _note_start(
-        self,
-        root: Root,
-        initial: dict[str, str],
-        ties: Sequence[tuple[str, ...]],
-        units: Sequence[Unit] = (),
-        own: Mapping[str, str] = types.MappingProxyType({}),
-    ) -> None:
+    def _values(self) -> dict[str, str]:
+        named = (each for root in self.models.roots for each in root.parameters().items())
+        return fingerprints(named)
+
+    def _note_start(self, root: Root, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Note what a model begins with. parameters: whole, by all of their names; none but on rank 0."""
         run = self.diary.run
-        is_seeded = torch.initial_seed() != self._first_state
-        # What ranks of a script draw from now on, data say, is their own.
-        if self.options.script and not is_seeded and not root.prefix:
-            seed_all(self.options.seed, self.rank)
-        self.diary.note(
-            own={**run.own, **own},
-            initial={**run.initial, **initial},
-            buffers={**run.buffers, **fingerprints(_named_buffers(root).items())},
-            ties=(*run.ties, *ties),
-            units=(*run.units, *units),
-            seeds=run.seeds or (bool(self.options.script) and is_seeded),
-        )
+        run.initial |= fingerprints(parameters.items())
+        run.buffers |= fingerprints(root.buffers().items())
+        run.ties += ties_of(parameters)
+        if self.options.script:
+            is_seeded = torch.initial_seed() != self._first_state
+            run.seeds |= is_seeded
+            # What ranks of a script draw from now on, data say, is their own.
+            if not is_seeded and not root.prefix:
+                seed_all(self.options.seed, self.rank)
 
 
 class Sharded(Side):
@@ -154,7 +153,7 @@ class Sharded(Side):
             @functools.wraps(function)
             def shard(module: Any, *args: Any, **kwargs: Any) -> Any:
                 for each in module if isinstance(module, (list, tuple)) else [module]:
-                    self.models.note(each)
+                    self.models.noted.append(each)
                 return function(module, *args, **kwargs)
 
             return shard
@@ -165,68 +164,43 @@ class Sharded(Side):
 
         def note_and_make(instance: Any, *args: Any, **kwargs: Any) -> None:
             make(instance, *args, **kwargs)
-            self.models.note(instance)
+            self.models.noted.append(instance)
 
-        with replaced({function: noting(function) for function in functions}):
-            wrapper.__init__ = functools.wraps(make)(note_and_make)
-            try:
-                yield
-            finally:
-                wrapper.__init__ = make
+        with (
+            replaced({function: noting(function) for function in functions}),
+            mock.patch.object(wrapper, "__init__", functools.wraps(make)(note_and_make)),
+        ):
+            yield
 
     def sharded(self, model: nn.Module, shard: Callable[[nn.Module], nn.Module]) -> nn.Module:
         return shard(model)
 
     def start(self, root: Root) -> None:
         """Gather the values that the model begins with, and leave them with the random states."""
-        whole = _named(root, whole_parameters(root.module))
-        self._note_start(root, fingerprints(whole.items()), ties_of(whole), units_of(root))
+        whole = whole_parameters(root)
+        self._note_start(root, whole)
+        self.diary.run.units += units_of(root)
         if self.options.script:
-            states = _random_states()
-            self.diary.write_start(root.prefix, {"parameters": whole, "random": states})
+            states = random_states()
+            # A file without objects has no arrays.
+            kind, keys, *rest = states["numpy"]
+            states["numpy"] = (kind, torch.from_numpy(keys), *rest)
+            start = {"parameters": whole, "random": states}
+            self.diary.write_tensors(f"{root.prefix}start", start)
 
     def gradients(self, root: Root) -> Tensors:
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         others = [parameter for group in groups for parameter in group["params"]]
-        return _named(root, whole_gradients(root.module, others=others))
+        return whole_gradients(root, others=others)
 
     def parameters(self, root: Root) -> Tensors:
-        return _named(root, whole_parameters(root.module))
-
-
-class Unsharded(Side):
-    """Has whole models, and sees which parameters a forward writes to."""
-
-    _before: Mapping[str, str] = types.MappingProxyType({})
-
-    def before_forward(self) -> None:
-        """Note parameters, to see which the forward writes to."""
-        if not self._before:
-            self._before = self._values()
-
-    def before_backward(self) -> tuple[str, ...]:
-        before, self._before = self._before, {}
-        now = self._values() if before else {}
-        return tuple(name for name, value in now.items() if before.get(name, value) != value)
-
-    def gradients(self, root: Root) -> Tensors:
-        if 0 not in self.parts:
-            return {}
-        named = parameters_of(root).items()
-        return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
-
-    def parameters(self, root: Root) -> Tensors:
-        return dict(parameters_of(root)) if 0 in self.parts else {}
+        return whole_parameters(root)
 
     def _values(self) -> dict[str, str]:
-        return {
-            name: fingerprint(parameter)
-            for root in self.models.roots
-            for name, parameter in parameters_of(root).items()
-        }
+        return {}  # a forward has gathered copies
 
 
-class OneProcess(Unsharded):
+class OneProcess(Side):
     """The whole model on the whole batch, as the sum of what data-parallel ranks would do.
 
     Gradients of all ranks' parts add up. Buffers are each rank's own in data-parallel training, so each part has its
@@ -235,25 +209,20 @@ class OneProcess(Unsharded):
 
     label = "one process"
 
-    @staticmethod
-    def folder_of(folder: Path, rank: int) -> Path:  # noqa: ARG004
-        return alone_folder(folder)
-
     @property
     def parts(self) -> Sequence[int]:
         return range(self.options.ranks)
 
     def start(self, root: Root) -> None:
         """Note first values, which every part begins with."""
-        parameters = parameters_of(root)
-        self._note_start(root, fingerprints(parameters.items()), ties_of(parameters))
+        super().start(root)
         self._buffers = dict.fromkeys(self.parts, _copied(root))
 
     @torch.no_grad()
     def begin_part(self, rank: int) -> None:
         """Set buffers to the rank's own. One that the forward has made or replaced has to be of that shape."""
         self.rank = rank
-        for name, buffer in _named_buffers(self.models.roots[0]).items():
+        for name, buffer in self.models.roots[0].buffers().items():
             value = self._buffers[rank].get(name)
             if value is not None and value.shape == buffer.shape:
                 buffer.copy_(value)
@@ -263,24 +232,22 @@ class OneProcess(Unsharded):
 
     def buffers(self, root: Root) -> Tensors:
         return {
-            key: buffer
+            f"buffer/{rank}/{name}": buffer
             for rank, named in self._buffers.items()
-            for key, buffer in keyed(f"buffer/{rank}", named).items()
+            for name, buffer in named.items()
         }
 
     def wait(self) -> None:
         """Wait for nobody."""
 
 
-class Whole(Unsharded):
+class Whole(Side):
     """Shards nothing: ranks have whole models, whose gradients are averaged after each backward."""
 
     label = "whole"
 
-    folder_of = staticmethod(whole_folder)
-
-    def __init__(self, options: VerifyOptions, folder: Path, rank: int) -> None:
-        super().__init__(options, folder, rank)
+    def __init__(self, options: VerifyOptions, rank: int, folder: Path, own_folder: Path) -> None:
+        super().__init__(options, rank, folder, own_folder)
         self._averaging = Averaging(options.divide_factor)
         self._casting = Casting()
         self._given: dict[int, tuple[nn.Parameter, str]] = {}
@@ -302,7 +269,7 @@ class Whole(Unsharded):
 
     def _note(self, module: nn.Module) -> None:
         """Note a module with the values that this rank gives to be sharded."""
-        self.models.note(module)
+        self.models.noted.append(module)
         for parameter in module.parameters():
             if id(parameter) not in self._given:
                 value = "" if parameter.is_meta else fingerprint(parameter)
@@ -314,19 +281,19 @@ class Whole(Unsharded):
         Of what was given to be sharded and not changed since, ranks should all have the same values.
         """
         with self._casting.aside():
-            self._start(root)
-
-    def _start(self, root: Root) -> None:
-        parameters = parameters_of(root)
-        initial = fingerprints(parameters.items())
-        given = {name: self._given.get(id(p), (p, ""))[1] for name, p in parameters.items()}
-        own = {name: value for name, value in initial.items() if value == given[name]}
-        self._note_start(root, initial, ties_of(parameters), own=own)
-        whole = read_start(rank_folder(self._folder, 0), root.prefix).get("parameters", {})
-        self._take_over(root, whole)
-        own_start = read_start(rank_folder(self._folder, self.rank), root.prefix)
-        if own_start and not root.prefix:
-            _set_random_states(own_start["random"])
+            parameters = root.parameters()
+            self._note_start(root, parameters)
+            run = self.diary.run
+            for name, parameter in parameters.items():
+                value = run.initial[name]
+                if self._given.get(id(parameter), (parameter, ""))[1] == value:
+                    run.own[name] = value
+            start = f"{root.prefix}start"
+            whole = read_tensors(rank_folder(self._folder, 0), start)
+            self._take_over(root, whole.get("parameters", {}))
+            own = read_tensors(rank_folder(self._folder, self.rank), start)
+            if own and not root.prefix:
+                set_random_states(own["random"])
         world = dist.group.WORLD
         assert world is not None
         self._averaging.add(root.module, [world], ())  # what is in no call that shards
@@ -344,12 +311,13 @@ class Whole(Unsharded):
 
     def after_step(self, step: int) -> None:
         """Go on with the sharded model's values."""
-        whole = keyless("parameter", read_step(rank_folder(self._folder, 0), step))
+        tensors = read_tensors(rank_folder(self._folder, 0), f"step-{step}")
+        whole = {key.removeprefix("parameter/"): each for key, each in tensors.items()}
         for root in self.models.roots:
             self._take_over(root, whole)
 
-    def _take_over(self, root: Root, whole: Tensors) -> None:
-        for name, parameter in parameters_of(root).items():
+    def _take_over(self, root: Root, whole: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in root.parameters().items():
             value = whole.get(name)
             if value is not None and value.shape == parameter.shape:
                 # `data`, since a graph that another loss is still to go back through may have the parameter.
@@ -362,25 +330,22 @@ class Whole(Unsharded):
 
 def side_of(options: VerifyOptions, folder: Path, rank: int, *, is_whole: bool) -> Side:
     """Return a rank's side, or the one that it is compared with, and make its folder."""
-    kind = Sharded if not is_whole else Whole if options.script else OneProcess
-    return kind(options, folder, rank)
+    if not is_whole:
+        return Sharded(options, rank, folder, rank_folder(folder, rank))
+    if options.script:
+        return Whole(options, rank, folder, whole_folder(folder, rank))
+    return OneProcess(options, rank, folder, alone_folder(folder))
 
 
-def parameters_of(root: Root) -> dict[str, nn.Parameter]:
-    """Return a model's parameters by every name that they have."""
-    named = root.module.named_parameters(remove_duplicate=False)
-    return {root.name(name): parameter for name, parameter in named}
-
-
-def whole_parameters(model: nn.Module) -> Tensors:
+def whole_parameters(root: Root) -> Tensors:
     """Return whole parameters by name; on rank 0 alone. Collective."""
-    buffers = {path_of(name) for name, _ in model.named_buffers()}
-    state = fullshard.iter_full_state(model, to_rank=0, offload=True)
-    return {name: tensor for name, tensor in state if name not in buffers}
+    buffers = {path_of(name) for name, _ in root.module.named_buffers()}
+    state = fullshard.iter_full_state(root.module, to_rank=0, offload=True)
+    return {root.name(name): tensor for name, tensor in state if name not in buffers}
 
 
 @torch.no_grad()
-def whole_gradients(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> Tensors:
+def whole_gradients(root: Root, others: Iterable[nn.Parameter]) -> Tensors:
     """Return whole gradients by name; on rank 0 alone. Collective.
 
     others: sharded parameters that an optimizer has, while the model shows their unsharded forms.
@@ -389,33 +354,29 @@ def whole_gradients(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> Te
     gradients of every API and layout are gathered in one way, which does not depend on what is verified.
     Rejected: what the optimizer's step has changed, over its learning rate: most of its digits are lost.
     """
-    for module in model.modules():
-        if isinstance(
-            module, FSDPModule
-        ):  # one of several models may wait, whole, for its backward
-            module.reshard()
-    parameters = list(dict.fromkeys((*model.parameters(), *others)))
+    for module in root.module.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # one of several models may wait, whole, for its backward
+    parameters = list(dict.fromkeys((*root.module.parameters(), *others)))
     kept = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
-        grad = parameter.grad
-        if (
-            grad is None or grad.shape != parameter.shape
-        ):  # in `no_sync`: whole, and not reduced yet
+        grad = parameter.grad  # in `no_sync` whole, and not reduced yet
+        if grad is None or grad.shape != parameter.shape:
             parameter.zero_()
         else:
             parameter.copy_(grad)
-    gradients = whole_parameters(model)
+    gradients = whole_parameters(root)
     for parameter, value in zip(parameters, kept, strict=True):
         parameter.copy_(value)
     return gradients
 
 
-def ties_of(tensors: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
+def ties_of(tensors: Mapping[str, object]) -> list[tuple[str, ...]]:
     """Return which names share a value."""
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
-    return tuple(tuple(tied) for tied in names.values() if len(tied) > 1)
+    return [tuple(tied) for tied in names.values() if len(tied) > 1]
 
 
 def units_of(root: Root) -> list[Unit]:
@@ -434,38 +395,5 @@ def units_of(root: Root) -> list[Unit]:
     ]
 
 
-def _named_buffers(root: Root) -> Tensors:
-    return {root.name(name): buffer for name, buffer in root.module.named_buffers()}
-
-
 def _copied(root: Root) -> Tensors:
-    return {name: buffer.detach().clone() for name, buffer in _named_buffers(root).items()}
-
-
-def _named(root: Root, tensors: Tensors) -> Tensors:
-    return {root.name(name): tensor for name, tensor in tensors.items()}
-
-
-def _random_states() -> dict[str, Any]:
-    """Return the states of Python's, NumPy's and torch's generators, as what a file without objects holds."""
-    numpy: Any = np.random.get_state()
-    kind, keys, *rest = numpy
-    states = {
-        "python": random.getstate(),
-        "numpy": (kind, keys.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-    }
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None:
-        states["accelerator"] = torch.get_device_module(accelerator).get_rng_state()
-    return states
-
-
-def _set_random_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
-    if "accelerator" in states:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        torch.get_device_module(accelerator).set_rng_state(states["accelerator"])
+    return {name: buffer.detach().clone() for name, buffer in root.buffers().items()}

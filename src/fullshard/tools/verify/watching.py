@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,13 +12,15 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
 from fullshard import FullyShardedDataParallel
+from fullshard.compare.values import local_of, sample_of
 from fullshard.errors import UnsupportedError
 from fullshard.tools.progress import Reporter
 from fullshard.tools.verify.models import Root
-from fullshard.tools.verify.outputs import OutputRecorder
-from fullshard.tools.verify.record import Part, keyed, output_key
+from fullshard.tools.verify.record import Output, Part, keyed
 from fullshard.tools.verify.sides import Side, Tensors
 from fullshard.tools.verify.values import fingerprint, tensors_in
+
+SAMPLE_NUMEL = 2048
 
 
 class EnoughError(BaseException):
@@ -47,8 +49,9 @@ class Watch:
         self._step = 0
         self._num_backwards = 0
         self._num_unseen = 0  # steps of optimizers before anything was sharded
-        self._called: list[nn.Module] = []  # the modules that run now
-        self._is_known = False  # whether the outermost of them is of a model that is sharded
+        self._is_known = (
+            False  # whether the outermost module that runs is of a model that is sharded
+        )
         self._inputs: list[str] = []
         self._batch = ""  # the fingerprint that takes the place of those of inputs
         self._tensors: Tensors = {}
@@ -114,12 +117,12 @@ class Watch:
         self._end_if_over()
         if self._in_backward:
             return
-        if not self._called:
+        is_outermost = not self._recorder.running
+        if is_outermost:
             self._recorder.is_on = torch.is_grad_enabled() or not self._is_script
             self._begin_forward(module)
-        self._called.append(module)
         self._recorder.before(module, inputs)
-        if len(self._called) == 1 and self._sees_inputs:
+        if is_outermost and self._sees_inputs:
             self._inputs.append(fingerprint(*tensors_in(inputs)))
 
     @property
@@ -143,12 +146,10 @@ class Watch:
         self._side.start(root)
 
     def _after_module(self, module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
-        if not any(each is module for each in self._called):
+        if not any(each is module for each, _ in self._recorder.running):
             return
-        while self._called.pop() is not module:  # a forward that has raised is still there
-            pass
         self._recorder.after(module, inputs, output)
-        if not self._called and self._sees_inputs:
+        if not self._recorder.running and self._sees_inputs:
             # Numbers of floating point may have been cast since; those in ``inputs`` were seen before.
             whole = [each for each in tensors_in(kwargs) if not each.is_floating_point()]
             self._inputs.append(fingerprint(*whole))
@@ -187,9 +188,9 @@ class Watch:
             written,
             self._num_backwards,
         )
-        self._diary.note_part(part)
-        self._tensors |= {output_key(rank, o.path, o.call): sample for o, sample in seen}
-        self._called, self._inputs = [], []
+        self._diary.run.parts.append(part)
+        self._tensors |= {f"output/{rank}/{output.name}": sample for output, sample in seen}
+        self._recorder.running, self._inputs = [], []
         self._num_backwards += 1
 
     # Step
@@ -237,18 +238,20 @@ class Watch:
             self._end_step()
 
     def _end_step(self) -> None:
-        self._diary.write_step(self._step, self._tensors)
+        tensors = {key: each.detach().cpu().clone() for key, each in self._tensors.items()}
+        self._diary.write_tensors(f"step-{self._step}", tensors)
         self._side.after_step(self._step)
-        seconds = (*self._diary.run.seconds, self._meter.take_seconds())
-        self._diary.note(seconds=seconds, peak_nbytes=self._meter.peak_nbytes)
-        self._tensors, self._num_backwards = {}, 0
+        run = self._diary.run
+        run.seconds.append(self._meter.seconds)
+        run.peak_nbytes = self._meter.peak_nbytes
+        self._tensors, self._num_backwards, self._meter.seconds = {}, 0, 0.0
         self._recorder.begin_step()
         self._step += 1
         self._diary.phase = "after the optimizer step"
         if self._is_script:
             self._report.note(f"{self._side.label}: step {self._step} of {self._num_steps}")
         else:
-            losses = [part.loss for part in self._diary.run.parts[-len(self._side.parts) :]]
+            losses = [part.loss for part in run.parts[-len(self._side.parts) :]]
             self._report.step(self._step, {"loss": f"{sum(losses) / len(losses):.4f}"})
         if self._step == self._num_steps:
             self.is_over = True
@@ -272,58 +275,130 @@ class Watch:
                 self._clock.enter_context(self._meter.running())
 
 
-class Meter:
-    """Time and memory of what runs inside `running`: the computing, and not the recording around it."""
+class Seen(NamedTuple):
+    """An output, and a sample of its values: always the same places of tensors of one size.
+
+    Of each tensor the sample ends with the root of its mean square, in which every value has a part.
+    """
+
+    output: Output
+    sample: torch.Tensor
+
+
+class OutputRecorder:
+    """Notes what modules return while it is on, in the order in which they end.
+
+    paths: of the modules that it knows, by their ids. Outputs of others are passed over.
+    running: the modules that run now, outermost first, with the state of random generators before those that it notes.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self.paths: dict[int, str] = {}
+        self.is_on = False
+        self._kinds: dict[int, str] = {}
         self._device = device
-        self._base = _held(device)
-        self._began = 0.0
+        self._seen: list[Seen] = []
+        self._calls: dict[str, int] = {}
+        self.running: list[tuple[nn.Module, list[torch.Tensor] | None]] = []
+
+    def know(self, paths: Mapping[nn.Module, str]) -> None:
+        """Record modules from now on, under these paths."""
+        for module, path in paths.items():
+            self.paths[id(module)] = path
+            self._kinds[id(module)] = type(module).__name__
+
+    def begin_step(self) -> None:
+        """Forget what was recorded, and count calls from 0."""
+        self._seen, self._calls, self.running = [], {}, []
+
+    def take(self) -> list[Seen]:
+        """Return what was recorded since the last call."""
+        seen, self._seen = self._seen, []
+        return seen
+
+    def before(self, module: nn.Module, _: Any) -> None:
+        """Take part in a module's forward before it; a forward pre-hook."""
+        is_noted = self.is_on and id(module) in self.paths
+        self.running.append((module, self._random_state() if is_noted else None))
+
+    def after(self, module: nn.Module, _: Any, output: Any) -> None:
+        """Take part in the forward of a module that runs after it; a forward hook."""
+        begun = None
+        while begun is not module:  # a forward that has raised is still there
+            begun, before = self.running.pop()
+        if before is None:
+            return
+        path = self.paths[id(module)]
+        call = self._calls.get(path, 0)
+        self._calls[path] = call + 1
+        tensors = [local_of(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()]
+        if not tensors:
+            return
+        has_drawn = not all(map(torch.equal, before, self._random_state()))
+        is_random = has_drawn or any(isinstance(v, torch.Generator) for v in vars(module).values())
+        self._seen.append(
+            Seen(
+                Output(
+                    path=path,
+                    call=call,
+                    kind=self._kinds[id(module)],
+                    dtype=str(tensors[0].dtype),
+                    shape=tuple(tensors[0].shape),
+                    is_random=is_random,
+                ),
+                torch.cat([_sample(tensor) for tensor in tensors]),
+            )
+        )
+
+    def _random_state(self) -> list[torch.Tensor]:
+        states, device = [torch.get_rng_state()], self._device
+        if device.type != "cpu":
+            states.append(torch.get_device_module(device).get_rng_state(device))
+        return states
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    norm = torch.linalg.vector_norm(tensor.reshape(-1), dtype=torch.float64)
+    mean = norm / max(1, tensor.numel()) ** 0.5
+    return torch.cat([sample_of(tensor, SAMPLE_NUMEL), mean.reshape(1).cpu()])
+
+
+class Meter:
+    """Time and memory of what runs inside `running`: the computing, and not the recording around it.
+
+    peak_nbytes: above what was held when it was made. On a CPU the process's, of which only Linux tells.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = None if device.type == "cpu" else device
+        self._base = self._held("VmRSS", torch.accelerator.memory_allocated)
         self.seconds = 0.0
         self.peak_nbytes: int | None = None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Add the block's time to `seconds`, and raise `peak_nbytes` if it held more."""
-        _reset_peak(self._device)
+        if self._device is not None:
+            torch.accelerator.reset_peak_memory_stats(self._device)
+        else:
+            # Where it is refused, the peak since the start counts.
+            with contextlib.suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")
         began = time.perf_counter()
         yield
-        if self._device.type != "cpu":
+        if self._device is not None:
             torch.accelerator.synchronize()
         self.seconds += time.perf_counter() - began
-        if (peak := _peak(self._device)) is not None and self._base is not None:
+        peak = self._held("VmHWM", torch.accelerator.max_memory_allocated)
+        if peak is not None and self._base is not None:
             self.peak_nbytes = max(peak - self._base, self.peak_nbytes or 0)
 
-    def take_seconds(self) -> float:
-        """Return the time since the last call, and begin at 0."""
-        taken, self.seconds = self.seconds, 0.0
-        return taken
-
-
-def _held(device: torch.device) -> int | None:
-    if device.type != "cpu":
-        return int(torch.accelerator.memory_allocated(device))
-    return _status("VmRSS")
-
-
-def _peak(device: torch.device) -> int | None:
-    if device.type != "cpu":
-        return int(torch.accelerator.max_memory_allocated(device))
-    return _status("VmHWM")
-
-
-def _reset_peak(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats(device)
-        return
-    with contextlib.suppress(OSError):  # where it is refused, the peak since the start counts
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _status(field: str) -> int | None:
-    """Return a size from Linux's status of this process; None elsewhere."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) * 1024
-    return None
+    def _held(self, field: str, of_device: Callable[[torch.device], int]) -> int | None:
+        """Return a size of this process, from Linux's status, or of the accelerator's memory."""
+        if self._device is not None:
+            return of_device(self._device)
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/self/status").read_text().splitlines():
+                if line.startswith(f"{field}:"):
+                    return int(line.split()[1]) * 1024
+        return None

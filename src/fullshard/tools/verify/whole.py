@@ -45,6 +45,21 @@ class _Run(NamedTuple):
     note: Callable[[nn.Module], object]
 
 
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """Stand for what changes memory, order or time alone."""
+
+
+def _refusing(name: str) -> Any:
+    return staticmethod(lambda *_, **__: _refuse(f"FullyShardedDataParallel.{name}"))
+
+
+def _refuse(what: str) -> NoReturn:
+    raise UnsupportedError(
+        f"{what}: `fullshard verify` cannot do what it does to a model that is not sharded. Leave it out of the "
+        "steps to verify, or verify the model by MODULE:FUNCTION."
+    )
+
+
 class Whole(nn.Module):
     """Methods of a module that stays whole; the base of what stands for sharded classes.
 
@@ -146,19 +161,9 @@ class WholeWrapper(Whole):
         found: list[nn.Module] = [m for m in module.modules() if isinstance(m, WholeWrapper)]
         return found[:1] if root_only else found
 
-    @staticmethod
-    def summon_full_params(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: parameters are whole."""
-        return contextlib.nullcontext()
-
-    @staticmethod
-    def state_dict_type(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: state dicts are whole."""
-        return contextlib.nullcontext()
-
-    @staticmethod
-    def set_state_dict_type(*_: Any, **__: Any) -> None:
-        """Do nothing: state dicts are whole."""
+    # Parameters and state dicts are whole.
+    summon_full_params = state_dict_type = staticmethod(lambda *_, **__: contextlib.nullcontext())
+    set_state_dict_type = staticmethod(_do_nothing)
 
 
 def standing_in(
@@ -197,21 +202,6 @@ def _complete(base: type, real: type, run: _Run, make: Callable[[str], Any]) -> 
     return type(real.__name__, (base,), {**lacking, "_verify_run": run})
 
 
-def _do_nothing(*_: Any, **__: Any) -> None:
-    """Stand for what changes memory, order or time alone."""
-
-
-def _refusing(name: str) -> Any:
-    return staticmethod(lambda *_, **__: _refuse(f"FullyShardedDataParallel.{name}"))
-
-
-def _refuse(what: str) -> NoReturn:
-    raise UnsupportedError(
-        f"{what}: `fullshard verify` cannot do what it does to a model that is not sharded. Leave it out of the "
-        "steps to verify, or verify the model by MODULE:FUNCTION."
-    )
-
-
 class _WholeGradScaler(torch.amp.GradScaler):
     """In the place of `ShardedGradScaler`: gradients are the same on every rank."""
 
@@ -235,24 +225,23 @@ def _left_whole(
         dist.init_process_group()
     if dp_mesh_dims is not None:
         _refuse("dp_mesh_dims")
-    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)] if mesh is not None else None
+    groups = _groups_of(mesh)
     device = mesh.device_type if mesh is not None else None
-    ignored = set(ignored_params or ())
+    precision = Precision(ignored=frozenset(ignored_params or ()))
+    if mp_policy is not None:
+        casts = mp_policy.cast_forward_inputs
+        precision = precision._replace(
+            param_dtype=mp_policy.param_dtype,
+            output_dtype=mp_policy.output_dtype,
+            casts_inputs=casts,
+            casts_root_inputs=casts,
+        )
     for each in module if isinstance(module, (list, tuple)) else [module]:
         for parameter in each.parameters():
             place = shard_placement_fn(parameter) if shard_placement_fn is not None else None
             if isinstance(place, ShardPlacementResult):
                 _refuse("a shard_placement_fn that gives a mesh")
-        precision = Precision(ignored=frozenset(ignored))
-        if mp_policy is not None:
-            casts = mp_policy.cast_forward_inputs
-            precision = precision._replace(
-                param_dtype=mp_policy.param_dtype,
-                output_dtype=mp_policy.output_dtype,
-                casts_inputs=casts,
-                casts_root_inputs=casts,
-            )
-        _leave_whole(each, kind, groups, ignored, device, precision)
+        _leave_whole(each, kind, groups, device, precision)
     return module
 
 
@@ -261,10 +250,8 @@ def _wrapped(kind: Any, *args: Any, **kwargs: Any) -> Any:
     signature = inspect.signature(FullyShardedDataParallel.__init__)
     given = signature.bind(None, *args, **kwargs).arguments
     module, mesh, group = given["module"], given.get("device_mesh"), given.get("process_group")
-    groups = None
-    if mesh is not None:
-        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    elif group is not None:
+    groups = _groups_of(mesh)
+    if mesh is None and group is not None:
         groups = list(group) if isinstance(group, tuple) else [group]
     ignored: set[nn.Parameter] = set()
     for each in (*(given.get("ignored_modules") or ()), *(given.get("ignored_states") or ())):
@@ -285,16 +272,23 @@ def _wrapped(kind: Any, *args: Any, **kwargs: Any) -> Any:
             for each in module.modules():
                 if isinstance(each, tuple(policy._module_classes_to_ignore)):
                     kind._verify_run.casting.add_float32(each)
-    _leave_whole(module, kind, groups, ignored, device, precision, sync=sync)
+    _leave_whole(module, kind, groups, device, precision, sync=sync)
     kind._verify_run.averaging.always_fill(module, does=True)  # as flat gradients do
     return module
+
+
+def _groups_of(mesh: Any) -> list[dist.ProcessGroup]:
+    """Return the groups of a mesh's dimensions; of all ranks without one."""
+    if mesh is not None:
+        return [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    assert dist.group.WORLD is not None
+    return [dist.group.WORLD]
 
 
 def _leave_whole(
     module: nn.Module,
     kind: Any,
-    groups: list[dist.ProcessGroup] | None,
-    ignored: set[nn.Parameter],
+    groups: list[dist.ProcessGroup],
     device: str | None,
     precision: Precision,
     *,
@@ -303,9 +297,6 @@ def _leave_whole(
     """Give a module the methods of a sharded one, on its device; average its gradients; let it compute as told."""
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         _refuse("sharding parameters that are DTensors (tensor or expert parallel)")
-    if groups is None:
-        assert dist.group.WORLD is not None
-        groups = [dist.group.WORLD]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and device != "cpu":
         here = torch.device(accelerator.type, torch.accelerator.current_device_index())
@@ -317,7 +308,7 @@ def _leave_whole(
     if not isinstance(module, kind):
         original = type(module)
         module.__class__ = type(original.__name__, (kind, original), {"_verify_original": original})
-    kind._verify_run.averaging.add(module, groups, ignored)
+    kind._verify_run.averaging.add(module, groups, precision.ignored)
     kind._verify_run.casting.add(module, precision)
     kind._verify_run.note(module)
 
