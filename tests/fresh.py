@@ -32,10 +32,10 @@ class Ended(NamedTuple):
     err: str
 
 
-def in_fresh_python(code: str, *arguments: str, options: tuple[str, ...] = ()) -> str:
-    """Return what a program writes; it must end well."""
+def in_fresh_python(code: str, *arguments: str) -> str:
+    """Return what a program writes, in a Python that is started for it; it must end well."""
     done = subprocess.run(
-        [sys.executable, *options, "-c", code, *arguments],
+        [sys.executable, "-c", code, *arguments],
         env={k: v for k, v in os.environ.items() if k != "FORCE_COLOR"} | {"COLUMNS": "100"},
         capture_output=True,
         text=True,
@@ -46,10 +46,9 @@ def in_fresh_python(code: str, *arguments: str, options: tuple[str, ...] = ()) -
     return done.stdout + done.stderr
 
 
-def in_fresh_forks(*programs: str) -> list[Ended]:
-    """Run programs, each in a Python that has imported torch alone, and see how each ends."""
-    with _Forks(("torch.distributed.tensor",)) as forks:
-        return [ended for program in programs for ended in forks.run([program])]
+def in_fresh_forks(*programs: str, imported: str = "torch") -> list[Ended]:
+    """Run programs, each in a Python that has imported one module alone and raises warnings, and see how each ends."""
+    return [ended for program in programs for ended in _fresh(imported).run([program])]
 
 
 def in_warm_forks(
@@ -74,14 +73,27 @@ def fullshard_in_fork(
     return in_warm_forks(program, folder=folder, variables=[variables or {}])[0]
 
 
-def fullshard_on_ranks(world_size: int, *words: object) -> list[Ended]:
-    """Run the command `fullshard` as the ranks that torchrun starts, in forks as above."""
+def on_warm_ranks(
+    world_size: int,
+    program: str,
+    *,
+    folder: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> list[Ended]:
+    """Run a program as the ranks that torchrun starts, in forks as above; variables: of all."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     common = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **(variables or {})}
     ranks = [common | {"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(world_size)]
-    return in_warm_forks(*[command(*words)] * world_size, variables=ranks)
+    return in_warm_forks(*[program] * world_size, folder=folder, variables=ranks)
+
+
+def fullshard_on_ranks(
+    world_size: int, *words: object, folder: Path | None = None, before: str = ""
+) -> list[Ended]:
+    """Run the command `fullshard` as the ranks that torchrun starts, in forks as above."""
+    return on_warm_ranks(world_size, f"{before}\n{command(*words)}", folder=folder)
 
 
 def command(*words: object) -> str:
@@ -133,20 +145,18 @@ class _Forks:
     A fork leaves the loop of requests before it runs its program, so that it ends as Python does.
     """
 
-    def __init__(self, imported: Sequence[str]) -> None:
+    def __init__(self, imported: Sequence[str], *options: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"import {', '.join(imported)}\n{_SERVER}"],
+            [sys.executable, *options, "-c", f"import {', '.join(imported)}\n{_SERVER}"],
             env={k: v for k, v in os.environ.items() if k != "FORCE_COLOR"} | {"COLUMNS": "100"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
+        atexit.register(self._end)
 
-    def __enter__(self) -> _Forks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def _end(self) -> None:
         self._process.kill()
         self._process.communicate()
 
@@ -181,12 +191,17 @@ class _Forks:
             ]
 
 
+# What serves all tests of this process; it ends with it, when nothing more can come.
+
+
 @functools.cache
 def _warm() -> _Forks:
-    """Start what serves all tests of this process; it ends with it, when nothing more can come."""
-    forks = _Forks(("torch._dynamo", "torch.distributed.fsdp", "fullshard.public"))
-    atexit.register(forks.__exit__)
-    return forks
+    return _Forks(("torch._dynamo", "torch.distributed.fsdp", "fullshard.public"))
+
+
+@functools.cache
+def _fresh(imported: str) -> _Forks:
+    return _Forks((imported,), "-W", "error")
 
 
 def in_fresh_ranks(world_size: int) -> Callable[[Any], Any]:
