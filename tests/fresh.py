@@ -73,27 +73,21 @@ def fullshard_in_fork(
     return in_warm_forks(program, folder=folder, variables=[variables or {}])[0]
 
 
-def on_warm_ranks(
-    world_size: int,
-    program: str,
-    *,
-    folder: Path | None = None,
-    variables: Mapping[str, str] | None = None,
-) -> list[Ended]:
-    """Run a program as the ranks that torchrun starts, in forks as above; variables: of all."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    common = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **(variables or {})}
-    ranks = [common | {"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(world_size)]
-    return in_warm_forks(*[program] * world_size, folder=folder, variables=ranks)
-
-
 def fullshard_on_ranks(
     world_size: int, *words: object, folder: Path | None = None, before: str = ""
 ) -> list[Ended]:
     """Run the command `fullshard` as the ranks that torchrun starts, in forks as above."""
-    return on_warm_ranks(world_size, f"{before}\n{command(*words)}", folder=folder)
+    return on_forked_ranks(world_size, f"{before}\n{command(*words)}", folder=folder)
+
+
+def on_forked_ranks(world_size: int, code: str, folder: Path | None = None) -> list[Ended]:
+    """Run a program as the ranks that torchrun starts, in forks as above."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    common = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [common | {"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(world_size)]
+    return in_warm_forks(*[code] * world_size, folder=folder, variables=ranks)
 
 
 def command(*words: object) -> str:

@@ -25,7 +25,7 @@ from PIL import Image
 
 import fullshard
 from fullshard.tools.cli import app
-from tests.fresh import on_warm_ranks
+from tests.fresh import on_forked_ranks
 from tests.tools.processes import environment
 
 ROOT = Path(__file__).parents[1]
@@ -299,7 +299,7 @@ def test_every_program_and_command_runs(page: str, tmp_path: Path) -> None:
             (tmp_path / name).write_text(block.text)
             if page == "README.md":  # the next block runs the like under torchrun
                 program = f"import runpy; runpy.run_path({name!r}, run_name='__main__')"
-                ranks = on_warm_ranks(2, program, folder=tmp_path)
+                ranks = on_forked_ranks(2, program, folder=tmp_path)
                 printed[name] = "".join(each.out for each in ranks)
             elif block.text.startswith("# torchrun"):
                 printed[name] = _torchrun(["--nproc-per-node", "2", name], tmp_path)

@@ -18,7 +18,7 @@ from fullshard.drop_in.account import summary
 from fullshard.drop_in.on_cpu import is_sharding_on_cpus, shard_on_cpus
 from fullshard.errors import StateError
 from fullshard.run import _split
-from tests.fresh import Ended, in_fresh_ranks, in_warm_forks, on_warm_ranks
+from tests.fresh import Ended, in_fresh_ranks, in_warm_forks, on_forked_ranks
 from tests.harness import on_ranks
 from tests.tools.processes import environment
 
@@ -47,7 +47,7 @@ sys.argv = ["run", *{options!r}, "script.py"]
 sys.path.insert(0, {str(folder)!r})
 runpy.run_module("fullshard.run", run_name="__main__")
 """
-    return on_warm_ranks(ranks, program, folder=folder)
+    return on_forked_ranks(ranks, program, folder=folder)
 
 
 def _said(ended: list[Ended], code: int = 0) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from scripts import record_parity
 from scripts.record_parity import CASES, Case, difference
-from tests.fresh import on_warm_ranks
+from tests.fresh import on_forked_ranks
 
 EXAMPLES = record_parity.ROOT / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
@@ -62,7 +62,7 @@ sys.argv = [{name!r}, *{[str(option) for option in options]}]
 sys.path.insert(0, {str(EXAMPLES)!r})
 runpy.run_path({str(EXAMPLES / name)!r} + ".py", run_name="__main__")
 """
-    ended = on_warm_ranks(ranks, program, folder=folder)
+    ended = on_forked_ranks(ranks, program, folder=folder)
     assert all(each.code == 0 for each in ended), [each.err for each in ended]
     return ended[0].out
 
