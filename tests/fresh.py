@@ -32,10 +32,10 @@ class Ended(NamedTuple):
     err: str
 
 
-def in_fresh_python(code: str, *arguments: str, options: tuple[str, ...] = ()) -> str:
-    """Return what a program writes; it must end well."""
+def in_fresh_python(code: str, *arguments: str) -> str:
+    """Return what a program writes, in a Python that is started for it; it must end well."""
     done = subprocess.run(
-        [sys.executable, *options, "-c", code, *arguments],
+        [sys.executable, "-c", code, *arguments],
         env={k: v for k, v in os.environ.items() if k != "FORCE_COLOR"} | {"COLUMNS": "100"},
         capture_output=True,
         text=True,
@@ -46,10 +46,9 @@ def in_fresh_python(code: str, *arguments: str, options: tuple[str, ...] = ()) -
     return done.stdout + done.stderr
 
 
-def in_fresh_forks(*programs: str) -> list[Ended]:
-    """Run programs, each in a Python that has imported torch alone, and see how each ends."""
-    with _Forks(("torch.distributed.tensor",)) as forks:
-        return [ended for program in programs for ended in forks.run([program])]
+def in_fresh_forks(*programs: str, imported: str = "torch") -> list[Ended]:
+    """Run programs, each in a Python that has imported one module alone and raises warnings, and see how each ends."""
+    return [ended for program in programs for ended in _fresh(imported).run([program])]
 
 
 def in_warm_forks(
@@ -75,13 +74,17 @@ def fullshard_in_fork(
 
 
 def fullshard_on_ranks(
-    world_size: int, *words: object, imported: Sequence[str] = ()
+    world_size: int,
+    *words: object,
+    folder: Path | None = None,
+    before: str = "",
+    imported: Sequence[str] = (),
 ) -> list[Ended]:
-    """Run the command `fullshard` as the ranks that torchrun starts, in forks as above.
+    """Run the command `fullshard` as the ranks that torchrun starts, in forks as above; before: Python that comes first.
 
     imported: modules that the Pythons they are forked from have imported as well.
     """
-    return on_forked_ranks(world_size, command(*words), imported=imported)
+    return on_forked_ranks(world_size, f"{before}\n{command(*words)}", folder, imported)
 
 
 def on_forked_ranks(
@@ -144,12 +147,15 @@ processes.subprocess.Popen = Forked
 """What may come before a command that starts ranks: they are forks of it, then, which have imported torch already."""
 
 
+# Ranks sleep while they wait, as in tests/harness.py.
+_ASLEEP = """
+from fullshard.comm import shared_memory
+shared_memory._SPIN_S = shared_memory._YIELD_S = 0.0
+"""
+
 # What is imported is frozen: a fork that ends would look through all of it for garbage, for some 3 s.
 _SERVER = """
 import gc, json, os, sys
-from fullshard.comm import shared_memory
-
-shared_memory._SPIN_S = shared_memory._YIELD_S = 0.0  # as in tests/harness.py
 gc.collect()
 gc.freeze()
 
@@ -185,20 +191,18 @@ class _Forks:
     A fork leaves the loop of requests before it runs its program, so that it ends as Python does.
     """
 
-    def __init__(self, imported: Sequence[str]) -> None:
+    def __init__(self, imported: Sequence[str], *options: str, before: str = "") -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"import {', '.join(imported)}\n{_SERVER}"],
+            [sys.executable, *options, "-c", f"import {', '.join(imported)}\n{before}\n{_SERVER}"],
             env={k: v for k, v in os.environ.items() if k != "FORCE_COLOR"} | {"COLUMNS": "100"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
+        atexit.register(self._end)
 
-    def __enter__(self) -> _Forks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def _end(self) -> None:
         self._process.kill()
         self._process.communicate()
 
@@ -233,12 +237,19 @@ class _Forks:
             ]
 
 
+# What serves all tests of this process; it ends with it, when nothing more can come.
+
+
 @functools.cache
 def _warm(*imported: str) -> _Forks:
-    """Start what serves all tests of this process; it ends with it, when nothing more can come."""
-    forks = _Forks(("torch._dynamo", "torch.distributed.fsdp", "fullshard.public", *imported))
-    atexit.register(forks.__exit__)
-    return forks
+    return _Forks(
+        ("torch._dynamo", "torch.distributed.fsdp", "fullshard.public", *imported), before=_ASLEEP
+    )
+
+
+@functools.cache
+def _fresh(imported: str) -> _Forks:
+    return _Forks((imported,), "-W", "error")
 
 
 def in_fresh_ranks(world_size: int) -> Callable[[Any], Any]:

@@ -18,7 +18,7 @@ from bench.collectives import Setting as CollectiveSetting
 from bench.goals import AHEAD, HEADINGS, Row, Section, at_least, at_most, count_reached
 from bench.implementations import IMPLEMENTATIONS, Work, why_not
 from bench.tables import Table, median_interval
-from tests.fresh import in_fresh_python
+from tests.fresh import in_warm_forks
 
 ROOT = Path(__file__).parent.parent
 BOTH = {"fsdp2": 1.0, "fullshard": 0.5, "fullshard-fsdp1": 0.7}
@@ -186,10 +186,11 @@ def test_results_are_written_as_markdown_and_json(tmp_path: Path) -> None:
 
 def test_a_device_is_given_no_more_operations_than_by_fsdp2() -> None:
     # In a process of its own: `install` refuses one that PyTorch's FSDP was used in.
-    written = in_fresh_python(
+    (done,) = in_warm_forks(
         "import json; from bench.launches import measure, results_json; print(json.dumps(results_json(measure())))"
     )
-    results = [launches.Launches(**each) for each in json.loads(written)["launches"]]
+    assert done.code == 0, done.err
+    results = [launches.Launches(**each) for each in json.loads(done.out)["launches"]]
     by_name = {(each.implementation, each.model): each for each in results}
     for model in dict.fromkeys(each.model for each in results):
         ours, theirs = by_name["fullshard", model], by_name["fsdp2", model]

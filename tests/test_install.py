@@ -442,7 +442,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.long)])
 def test_processes_that_a_script_starts_are_installed_too(tmp_path: Path, method: str) -> None:
     (tmp_path / "start.py").write_text(SPAWNING)
-    done = _run(tmp_path, "--comm", "process_group", "start.py", method)
+    done = _run_in_fork(tmp_path, "--comm", "process_group", "start.py", method)
     assert done.code == 0, done.err
     assert done.out == f"{method}: fullshard.fsdp2.fully_shard process_group\n"
 

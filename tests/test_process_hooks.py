@@ -27,7 +27,7 @@ from fullshard.process_hooks import (
     start_thread,
 )
 from tests.api import Api
-from tests.fresh import in_fresh_python
+from tests.fresh import in_warm_forks
 from tests.harness import on_ranks
 from tests.test_architecture import MODULES, ROOT, _name, _nodes, _room, every_module
 
@@ -111,11 +111,11 @@ def test_every_hook_is_in_the_table_of_the_docs() -> None:
 
 
 def test_what_is_installed_is_listed_when_it_is_and_not_before() -> None:
-    said = in_fresh_python(
+    (done,) = in_warm_forks(
         """
 import sys, torch, torch.distributed as dist
 from torch import nn
-hook = sys.excepthook
+hook = sys.__excepthook__
 import fullshard
 from fullshard.process_hooks import installed
 fullshard.fully_shard
@@ -127,7 +127,8 @@ print(*sorted({each.what for each in installed()}), sep="\\n")
 print(str(installed()[-1]).count(":") >= 2, sys.excepthook is hook)
 """
     )
-    before, *during, last = said.splitlines()
+    assert done.code == 0, done.err
+    before, *during, last = done.out.splitlines()
     assert before.split() == ["torch.compile,", "of", "functions", "of", "fullshard", "True"]
     assert {
         "each step of any optimizer, before",

@@ -25,6 +25,7 @@ from PIL import Image
 
 import fullshard
 from fullshard.tools.cli import app
+from tests.fresh import on_forked_ranks
 from tests.tools.processes import environment
 
 ROOT = Path(__file__).parents[1]
@@ -296,7 +297,11 @@ def test_every_program_and_command_runs(page: str, tmp_path: Path) -> None:
         if block.language == "python":
             name = _named(block.text)
             (tmp_path / name).write_text(block.text)
-            if block.text.startswith("# torchrun"):
+            if page == "README.md":  # the next block runs the like under torchrun
+                program = f"import runpy; runpy.run_path({name!r}, run_name='__main__')"
+                ranks = on_forked_ranks(2, program, folder=tmp_path)
+                printed[name] = "".join(each.out for each in ranks)
+            elif block.text.startswith("# torchrun"):
                 printed[name] = _torchrun(["--nproc-per-node", "2", name], tmp_path)
             else:
                 printed[name] = _call([sys.executable, name], tmp_path)

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from fullshard.drop_in.account import summary
 from fullshard.drop_in.on_cpu import is_sharding_on_cpus, shard_on_cpus
 from fullshard.errors import StateError
 from fullshard.run import _split
-from tests.fresh import Ended, in_fresh_ranks, in_warm_forks
+from tests.fresh import Ended, in_fresh_ranks, in_warm_forks, on_forked_ranks
 from tests.harness import on_ranks
 from tests.tools.processes import environment
 
@@ -39,23 +38,16 @@ def _run(
     script: str,
     *options: str,
     ranks: int = 2,
-    variables: Mapping[str, str] | None = None,
 ) -> list[Ended]:
     """Run a script as torchrun's ranks run `-m fullshard.run`."""
     (folder / "script.py").write_text(textwrap.dedent(script))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
     program = f"""
 import runpy, sys
 sys.argv = ["run", *{options!r}, "script.py"]
 sys.path.insert(0, {str(folder)!r})
 runpy.run_module("fullshard.run", run_name="__main__")
 """
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
-    of_ranks = [
-        {**common, **(variables or {}), "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(ranks)
-    ]
-    return in_warm_forks(*[program] * ranks, folder=folder, variables=of_ranks)
+    return on_forked_ranks(ranks, program, folder=folder)
 
 
 def _said(ended: list[Ended], code: int = 0) -> list[str]:

@@ -22,7 +22,8 @@ from fullshard.plan.boxes import chunks
 from fullshard.state.sharded_tensors import sharded_tensor
 from fullshard.torch_private import ATTRIBUTES, Attribute, check_attributes
 from tests.harness import on_ranks
-from tests.test_architecture import MODULES, SOURCE, every_module
+from tests.test_architecture import MODULES, SOURCE, _nodes, every_module
+from tests.test_architecture import _attributes as _dotted
 
 OWN = SOURCE / "torch_private.py"
 TREE = ast.parse(OWN.read_text())
@@ -138,7 +139,7 @@ def test_every_name_that_is_looked_up_is_used() -> None:
     imported = {
         alias.name
         for module in MODULES
-        for node in ast.walk(ast.parse(module.read_text()))
+        for node in _nodes(module)
         if isinstance(node, ast.ImportFrom) and node.module == "fullshard.torch_private"
         for alias in node.names
     }
@@ -208,7 +209,7 @@ def _ours() -> frozenset[str]:
     """Return every private name that the source defines, other than by listing it."""
     names: set[str] = set()
     for module in MODULES:
-        for node in ast.walk(ast.parse(module.read_text())):
+        for node in _nodes(module):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 names.add(node.name)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -220,17 +221,17 @@ def _ours() -> frozenset[str]:
     return frozenset(names)
 
 
-def _imported_from_torch(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _imported(module: Path) -> Iterator[str]:
+    for node in _nodes(module):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
 
 
-def _attributes(tree: ast.AST) -> Iterator[str]:
+def _attributes(module: Path) -> Iterator[str]:
     """Yield every private attribute that a module uses, by dot or by `getattr` and the like."""
-    for node in ast.walk(tree):
+    for node in _nodes(module):
         if isinstance(node, ast.Attribute):
             yield node.attr
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
@@ -243,14 +244,13 @@ def _attributes(tree: ast.AST) -> Iterator[str]:
 
 @every_module(but=(str(OWN.relative_to(SOURCE)),))
 def test_private_names_of_torch_come_from_one_module(module: Path) -> None:
-    tree = ast.parse(module.read_text())
-    imported = {name for name in _imported_from_torch(tree) if name.split(".")[0] == "torch"}
+    imported = {name for name in _imported(module) if name.split(".")[0] == "torch"}
     assert not {name for name in imported if any(map(_is_private, name.split(".")))}
-    for dotted in {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}:
+    for dotted in _dotted(module):
         root, *parts = dotted.split(".")
         if root in ("torch", "dist", "nn", "profiler"):
             assert set(filter(_is_private, parts)) <= LISTED, f"{dotted}: list it in {OWN.name}"
-    for name in set(filter(_is_private, _attributes(tree))) - LISTED - OF_PYTHON - OURS_TOO:
+    for name in set(filter(_is_private, _attributes(module))) - LISTED - OF_PYTHON - OURS_TOO:
         assert name in _ours(), f"{name}: list it in {OWN.name}"
         # A name that both have: torch's, as far as a reader can tell.
         taken = [each for each in OWNERS if hasattr(each, name)]
@@ -258,6 +258,6 @@ def test_private_names_of_torch_come_from_one_module(module: Path) -> None:
 
 
 def test_every_attribute_that_is_listed_is_used() -> None:
-    used = {name for m in MODULES if m != OWN for name in _attributes(ast.parse(m.read_text()))}
+    used = {name for m in MODULES if m != OWN for name in _attributes(m)}
     indirect = {"_allgather_base", "_reduce_scatter_base"}  # by version, in comm/calls.py
     assert LISTED - used == indirect

@@ -177,8 +177,9 @@ def is_listening(port: int) -> bool:
     for each in (_PROC / "self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # that of the listing
             own.add(str(each.readlink()))
-    tables = (_PROC / "self/net" / name for name in ("tcp", "tcp6"))
-    rows = (line.split() for table in tables if table.exists() for line in table.open())
+    tables = [_PROC / "self/net" / name for name in ("tcp", "tcp6")]
+    texts = (table.read_text() for table in tables if table.exists())
+    rows = (line.split() for text in texts for line in text.splitlines())
     at = f":{port:04X}"
     return any(
         row[1].endswith(at) and row[3] == _LISTENS and f"socket:[{row[9]}]" in own for row in rows

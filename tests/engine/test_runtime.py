@@ -1,14 +1,13 @@
 """What the engine sets up for a device."""
 
 import platform
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from fullshard.engine.runtime import out_of_context
+from tests.fresh import in_fresh_forks
 
 _COUNT_MAPPED = """
 import ctypes, torch
@@ -33,9 +32,8 @@ print(before, count_mapped())
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have no threshold")
 def test_large_blocks_come_from_the_heap_that_stays_mapped() -> None:
-    command = [sys.executable, "-c", _COUNT_MAPPED]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert run.stdout.split() == ["2", "0"]
+    (done,) = in_fresh_forks(_COUNT_MAPPED)
+    assert done.out.split() == ["2", "0"], done.err
 
 
 def test_out_of_context_nothing_that_the_caller_has_entered_holds() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from pathlib import Path
 
 import pytest
 
 from scripts import record_parity
 from scripts.record_parity import CASES, Case, difference
-from tests.fresh import in_warm_forks
+from tests.fresh import on_forked_ranks
 
 EXAMPLES = record_parity.ROOT / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
@@ -56,8 +55,6 @@ def test_an_example_has_the_losses_of_what_it_is_compared_with(case: Case) -> No
 
 def _run(folder: Path, name: str, *options: object, ranks: int = 2) -> str:
     """Run an example as the ranks that torchrun starts, and return what rank 0 prints."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
     program = f"""
 import runpy, sys, torch
 torch.set_num_threads(1)
@@ -65,9 +62,7 @@ sys.argv = [{name!r}, *{[str(option) for option in options]}]
 sys.path.insert(0, {str(EXAMPLES)!r})
 runpy.run_path({str(EXAMPLES / name)!r} + ".py", run_name="__main__")
 """
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
-    of_ranks = [{**common, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(ranks)]
-    ended = in_warm_forks(*[program] * ranks, folder=folder, variables=of_ranks)
+    ended = on_forked_ranks(ranks, program, folder=folder)
     assert all(each.code == 0 for each in ended), [each.err for each in ended]
     return ended[0].out
 

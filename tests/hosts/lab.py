@@ -11,13 +11,16 @@ Nothing of it has a name on the machine, and all of it goes with the process tha
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.run import Ending
+from tests.fresh import in_warm_forks
 
-ROOT = Path(__file__).parent.parent.parent
 PORT = 29400
 _NAMESPACES = ("--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child")
 
@@ -82,11 +85,16 @@ class Host:
 
 @dataclass
 class Rank:
-    """One rank's process, as this machine sees it."""
+    """One rank, as this machine sees it: what it writes, and its exit code in a file beside that."""
 
     number: int
-    process: subprocess.Popen[bytes]
     output: Path
+
+    @property
+    def exit_code(self) -> int | None:
+        """How it has ended, negative for a signal; None while it runs."""
+        ended = _code_of(self.output)
+        return int(ended.read_text()) if ended.exists() else None
 
     @property
     def text(self) -> str:
@@ -98,15 +106,46 @@ class Rank:
         """How many steps it has trained."""
         return len(re.findall(r"^step ", self.text, re.MULTILINE))
 
-    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal."""
-        os.kill(_children(self.process.pid)[0], number)  # `nsenter` stands before it
-
     def ending(self) -> Ending:
         """Return how it has ended."""
         noted = re.findall(r"^noted (.*)$", self.text, re.MULTILINE)
         found: dict[str, Any] = json.loads(noted[-1]) if noted else {}
-        return Ending(self.number, self.process.poll(), stderr=self.text, **found)
+        return Ending(self.number, self.exit_code, stderr=self.text, **found)
+
+
+def _code_of(output: Path) -> Path:
+    return output.with_name(f"{output.name}-ended")
+
+
+_PROGRAM = """
+from pathlib import Path
+from tests.hosts.lab import be_rank
+be_rank({})
+"""
+
+
+def be_rank(host: int, output: Path, module: str, words: list[str]) -> None:
+    """Run a module as a program on a host, in a fork; this process waits for its end and notes it.
+
+    host: of the process that keeps its namespaces.
+    """
+    set_namespace = ctypes.CDLL(None, use_errno=True).setns
+    folder = Path.cwd()
+    for name in ("net", "uts", "ipc", "pid", "mnt"):
+        with Path(f"/proc/{host}/ns/{name}").open() as file:
+            assert set_namespace(file.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
+    os.chdir(folder)
+    if child := os.fork():  # which is the first that is in the namespace of processes
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        partial = output.with_name(f"{output.name}-partial")
+        partial.write_text(str(code))
+        partial.rename(_code_of(output))
+        os._exit(0)
+    with output.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv[1:] = words
+    runpy.run_module(module, run_name="__main__")
 
 
 @dataclass
@@ -119,6 +158,7 @@ class Lab:
     rate: str = "1gbit"
     hosts: list[Host] = field(default_factory=list)
     ranks: list[Rank] = field(default_factory=list)
+    _running: list[threading.Thread] = field(default_factory=list)
 
     def __enter__(self) -> Lab:
         try:
@@ -131,8 +171,7 @@ class Lab:
     def __exit__(self, *_: object) -> None:
         for host in self.hosts:
             host.end()
-        for rank in self.ranks:
-            rank.process.wait()
+        self._wait_for_forks()
 
     def _build(self) -> None:
         if missing := [
@@ -197,8 +236,11 @@ class Lab:
         return found
 
     def start(self, *words: object, variables: Mapping[str, str] | None = None) -> list[Rank]:
-        """Start the ranks of a module of this package, as a launcher would."""
+        """Start the ranks of a module of this package, as a launcher would: forks of a Python that has torch."""
+        self._wait_for_forks()
+        module, *options = map(str, words)
         size = self.num_hosts * self.per_host
+        programs, environments = [], []
         for number in range(size):
             host, local = divmod(number, self.per_host)
             own = {
@@ -210,20 +252,25 @@ class Lab:
                 "MASTER_PORT": PORT,
                 "GLOO_SOCKET_IFNAME": "eth0",
                 "OMP_NUM_THREADS": 1,
-                "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
                 **(variables or {}),
             }
-            output = self.folder / f"rank-{number}"
-            with output.open("wb") as file:
-                process = subprocess.Popen(
-                    self.hosts[host].command(sys.executable, "-m", *words),
-                    env={**os.environ, **{name: str(value) for name, value in own.items()}},
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                )
-            self.ranks.append(Rank(number, process, output))
+            environments.append({name: str(value) for name, value in own.items()})
+            rank = Rank(number, self.folder / f"rank-{number}")
+            rank.output.write_bytes(b"")
+            _code_of(rank.output).unlink(missing_ok=True)
+            pid, output = self.hosts[host].pid, str(rank.output)
+            programs.append(_PROGRAM.format(f"{pid}, Path({output!r}), {module!r}, {options}"))
+            self.ranks.append(rank)
+        running = threading.Thread(
+            target=in_warm_forks, args=programs, kwargs={"variables": environments}
+        )
+        running.start()
+        self._running.append(running)
         return self.ranks
+
+    def _wait_for_forks(self) -> None:
+        for thread in self._running:
+            thread.join()
 
     def wait_until(self, condition: Callable[[Rank], bool], limit_s: float = 200.0) -> None:
         """Return once this is true of all ranks; fails with what they have said."""
@@ -234,17 +281,16 @@ class Lab:
 
     def wait_for_step(self, number: int) -> None:
         """Return once all ranks have trained so many steps."""
-        self.wait_until(lambda rank: rank.num_steps >= number or rank.process.poll() is not None)
-        assert all(rank.process.poll() is None for rank in self.ranks), self.report()
+        self.wait_until(lambda rank: rank.num_steps >= number or rank.exit_code is not None)
+        assert all(rank.exit_code is None for rank in self.ranks), self.report()
 
     def endings(self, limit_s: float, *, but: int | None = None) -> list[Ending]:
         """Wait for all ranks to end, except perhaps for one that never does."""
-        self.wait_until(lambda rank: rank.number == but or rank.process.poll() is not None, limit_s)
+        self.wait_until(lambda rank: rank.number == but or rank.exit_code is not None, limit_s)
         return [rank.ending() for rank in self.ranks]
 
     def report(self) -> str:
         """Return all that ranks have said."""
         return "\n".join(
-            f"rank {rank.number}, exit code {rank.process.poll()}:\n{rank.text}"
-            for rank in self.ranks
+            f"rank {rank.number}, exit code {rank.exit_code}:\n{rank.text}" for rank in self.ranks
         )

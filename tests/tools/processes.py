@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from fullshard.tools.loggers import RunLogger
 from tests.shared_memory import inodes_of, still_mapped
 
 LIMIT_S = 10.0  # within which a run that loses a process has to end
@@ -21,7 +22,18 @@ TINY = (
     *("--model", "tiny", "--seq", "32", "--batch", "2", "--device", "cpu", "--sample-length", "0"),
     *("--lr", "2e-3", "--warmup", "30"),  # gentle enough that sums in another order stay close
 )
-FOREVER = (*TINY, "--steps", "1000000", "--save-every", "0")
+# A text that takes no time to measure, as Python's own source does.
+PAGES = ("--data", str(Path(__file__).parents[2] / "docs" / "training.md"))
+DAWDLE_AFTER = "DAWDLE_AFTER"  # a variable: the step after which `Dawdling` takes its time
+FOREVER = (*TINY, *PAGES, "--steps", "1000000", "--save-every", "0")
+
+
+class Dawdling(RunLogger):
+    """Has steps take long from a step on: so that a run is not over before it is stopped."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step > int(os.environ.get(DAWDLE_AFTER, "1000000")):
+            time.sleep(0.1)
 
 
 class Result(NamedTuple):

@@ -15,9 +15,9 @@ from fullshard.tools.job import restarted_job
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.text.opening import open_text
 from tests.fresh import fullshard_on_ranks
-from tests.tools.processes import TINY, losses
+from tests.tools.processes import PAGES, TINY, losses
 
-RUN = (*TINY, "--trace-steps", "0", "--save-every", "2", "--auto-resume")
+RUN = (*TINY, *PAGES, "--trace-steps", "0", "--save-every", "2", "--auto-resume")
 
 
 @pytest.fixture

@@ -15,18 +15,19 @@ from typer.testing import CliRunner
 import fullshard
 from fullshard import __main__ as command
 from fullshard.tools.cli import app
-from tests.fresh import in_fresh_python
+from tests.fresh import command as program_of
+from tests.fresh import fullshard_in_fork, in_fresh_forks
 
 ROOT = Path(__file__).parent.parent.parent
 
-_COMMAND = """
-import sys
-from fullshard.__main__ import main
-try:
-    main()
-except SystemExit as end:
-    print(end.code, *sys.modules, file=sys.stderr)
-"""
+_LISTING = "import atexit, sys\natexit.register(lambda: print(*sys.modules))\n"
+
+
+def _without_torch(*typed: str) -> tuple[int, str, set[str]]:
+    """Type a command; return its exit code, what it says, and the modules that are imported by its end."""
+    (done,) = in_fresh_forks(_LISTING + program_of(*typed), imported="fullshard.tools.cli")
+    said, _, imported = done.out.rstrip().rpartition("\n")
+    return done.code, said + done.err, set(imported.split())
 
 
 @pytest.mark.parametrize(
@@ -46,24 +47,24 @@ except SystemExit as end:
     ],
 )
 def test_help_does_not_wait_for_torch(typed: str) -> None:
-    *said, ended = in_fresh_python(_COMMAND, *typed.split()).splitlines()
-    code, *imported = ended.split()
+    code, said, imported = _without_torch(*typed.split())
     assert said
-    assert code == ("2" if "--no-such" in typed else "0")
+    assert code == (2 if "--no-such" in typed else 0)
     assert "typer" in imported
-    assert not {"torch", "numpy", "jinja2", "fullshard.public"} & set(imported)
+    assert not {"torch", "numpy", "jinja2", "fullshard.public"} & imported
 
 
 def test_a_process_that_computes_nothing_does_not_wait_for_the_engine() -> None:
-    *said, ended = in_fresh_python(_COMMAND, "report", "absent").splitlines()
-    code, *imported = ended.split()
-    assert said
-    assert code == "2"
-    assert not {"fullshard.engine", "torch.distributed.tensor"} & set(imported)
+    (done,) = in_fresh_forks(_LISTING + program_of("report", "absent"))
+    assert done.code == 2
+    assert "absent" in done.err
+    imported = set(done.out.split())
+    assert "fullshard.tools.commands" in imported
+    assert not {"fullshard.engine", "torch.distributed.tensor"} & imported
 
 
 def test_the_version_is_printed() -> None:
-    said = in_fresh_python(_COMMAND, "--version").splitlines()[0]
+    _, said, _ = _without_torch("--version")
     assert said == f"fullshard {fullshard.__version__}, torch {version('torch')}"
 
 
@@ -109,11 +110,10 @@ def test_the_console_script_is_the_module() -> None:
 
 
 def test_names_that_no_file_can_have_are_refused() -> None:
-    typed = [sys.executable, "-m", "fullshard", "report", "x" * 5000]
-    done = subprocess.run(typed, check=False, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "File name too long" in done.stderr
-    assert "Traceback" not in done.stderr
+    done = fullshard_in_fork("report", "x" * 5000)
+    assert done.code == 2
+    assert "File name too long" in done.err
+    assert "Traceback" not in done.err
 
 
 def test_a_shell_completes_options() -> None:

@@ -22,10 +22,10 @@ from fullshard.tools import cli
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.launchers.texts import Request, plain, program_of, text_for
-from tests.tools.processes import TINY, Run, environment, kill, losses
+from tests.tools.processes import PAGES, TINY, Run, environment, kill, losses
 
 ROOT = Path(__file__).parents[2]
-SHORT = (*TINY, "--steps", "3", "--trace-steps", "0")
+SHORT = (*TINY, *PAGES, "--steps", "3", "--trace-steps", "0")
 PROGRAM = ("train.py", "--text", "it's $HOME")
 
 
@@ -293,7 +293,7 @@ def _run_sky(folder: Path, program: tuple[str, ...]) -> None:
 
 @pytest.mark.long  # two attempts of two ranks
 def test_torchrun_starts_again_and_the_run_goes_on(tmp_path: Path) -> None:
-    program = program_of(["train", *TINY, "--steps", "40", "--out", "run"], goes_on=True)
+    program = program_of(["train", *TINY, *PAGES, "--steps", "40", "--out", "run"], goes_on=True)
     program = (*program, "--save-every", "5", "--trace-steps", "0")
     text = text_for(Request("torchrun", program, ranks_per_node=2, restarts=1))
     (tmp_path / "run.sh").write_text(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import textwrap
 from pathlib import Path
@@ -24,8 +23,8 @@ from fullshard.tools.loggers import (
 )
 from fullshard.tools.text.cache import CorpusError
 from tests.examples.test_examples import PYTHON
-from tests.fresh import Ended, in_warm_forks
-from tests.tools.processes import TINY, environment
+from tests.fresh import Ended, fullshard_on_ranks
+from tests.tools.processes import PAGES, TINY, environment
 from tests.tools.text.conftest import byte_text
 
 LOGGER = '''
@@ -61,20 +60,9 @@ def not_one():
 def _train(folder: Path, *words: object, ranks: int = 2) -> list[Ended]:
     """Train as the ranks that torchrun starts, in a folder that has the loggers above in logs.py."""
     (folder / "logs.py").write_text(LOGGER)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    line = ["train", *TINY, "--sample-length", "0", "--trace-steps", "0", *words]
-    program = f"""
-import sys
-from fullshard.__main__ import main
-sys.argv = ["fullshard", *{[str(word) for word in line]}]
-sys.path.insert(0, "")
-main()
-"""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
-    common["LOCAL_WORLD_SIZE"] = str(ranks)
-    of_ranks = [{**common, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(ranks)]
-    return in_warm_forks(*[program] * ranks, folder=folder, variables=of_ranks)
+    line = ("train", *TINY, *PAGES, "--trace-steps", "0", *words)
+    own_path = "import sys\nsys.path.insert(0, '')"
+    return fullshard_on_ranks(ranks, *line, folder=folder, before=own_path)
 
 
 def _notes(folder: Path) -> list[list]:
@@ -269,7 +257,7 @@ def test_loggers_that_people_use_take_a_run_and_go_on_with_it(tmp_path: Path) ->
     variables = {k: v for k, v in variables.items() if k != "PYTEST_CURRENT_TEST"}
     loggers = [f"--log={name}" for name in ("tensorboard", "wandb", "mlflow", "trackio")]
     for words in (["--steps", "2", "--out", "run"], ["--steps", "3", "--resume", "run"]):
-        line = ["-m", "fullshard", "train", *TINY, "--trace-steps", "0", *words, *loggers]
+        line = ["-m", "fullshard", "train", *TINY, *PAGES, "--trace-steps", "0", *words, *loggers]
         done = subprocess.run(
             [str(PYTHON), *line],
             cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=200, check=False,

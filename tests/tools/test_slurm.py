@@ -15,7 +15,7 @@ from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.slurm import first_host, variables_of_rank
 from tests.fresh import Ended, command, in_warm_forks
-from tests.tools.processes import TINY, losses
+from tests.tools.processes import PAGES, TINY, losses
 
 # What srun gives the last of four tasks on two hosts, as in the module's drawing.
 TASK = {
@@ -177,7 +177,7 @@ def test_two_tasks_train_together(tmp_path: Path) -> None:
 
 
 def test_tasks_refuse_another_number_of_ranks_once(tmp_path: Path) -> None:
-    ended = _tasks("train", *TINY, "--out", tmp_path / "run", "--ranks", "3")
+    ended = _tasks("train", *TINY, *PAGES, "--out", tmp_path / "run", "--ranks", "3")
     assert [each.code for each in ended] == [2, 2]
     assert "--ranks 3: srun has started 2 ranks. Leave --ranks out under srun." in ended[0].err
     assert ended[1].err == ""

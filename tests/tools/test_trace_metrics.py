@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -115,6 +116,7 @@ def test_steps_that_not_all_ranks_recorded_do_not_count() -> None:
     assert trace_metrics.step_ns([hand_made(0), longer]) == 1100
 
 
+@functools.cache  # each figure is computed from them
 def _large(factor: int) -> RankTrace:
     """So many times five units, each gathered once in each of so many times five steps."""
     count, length = 5 * factor, 100

@@ -6,20 +6,26 @@ import fcntl
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
 import termios
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from fullshard.tools import cli
-from tests.fresh import fullshard_on_ranks, in_warm_forks
+from tests.fresh import Ended, fullshard_on_ranks, in_warm_forks
 from tests.tools.processes import (
+    DAWDLE_AFTER,
     FOREVER,
+    PAGES,
     TINY,
+    Dawdling,
     Result,
     command,
     descendants,
@@ -31,30 +37,33 @@ from tests.tools.processes import (
     wait_until,
 )
 
-_SAID = r"starting|joining|corpus:|model:|step \d+/60  loss|stopped after step"
-SIXTY = (*TINY, "--steps", "60", "--save-every", "30")
+_SAID = r"starting|joining|corpus:|model:|step \d+/90  loss|stopped after step"
+NINETY = (*TINY, *PAGES, "--steps", "90", "--save-every", "60")
+DAWDLING = ("--logger", f"{Dawdling.__module__}:{Dawdling.__name__}")
 
 
 class Straight:
-    """Sixty steps without interruption."""
+    """Ninety steps without interruption."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.result: Result = train(*SIXTY, "--out", str(folder), "--json")
+        self.result, self.second = fullshard_on_ranks(
+            2, "train", *NINETY, "--out", folder, "--json"
+        )
         self.losses = losses(folder)
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
     run = Straight(tmp_path_factory.mktemp("straight") / "run")
-    assert run.result.code == 0, run.result.err
+    assert (run.result.code, run.second.code) == (0, 0), run.result.err + run.second.err
     return run
 
 
 def test_a_run_learns_and_fills_its_folder(straight: Straight) -> None:
     summary = json.loads(straight.result.out)
     assert summary["status"] == "finished"
-    assert summary["step"] == len(straight.losses) == 60
+    assert summary["step"] == len(straight.losses) == 90
     assert straight.losses[-1] < straight.losses[0] - 1
     names = {path.name for path in straight.folder.iterdir()}
     assert names == {
@@ -66,16 +75,16 @@ def test_a_run_learns_and_fills_its_folder(straight: Straight) -> None:
         "rank00001.json",
     }
     assert summary["report"] == str(straight.folder / "report.html")
-    assert _checkpoints(straight.folder) == ["step-00000030", "step-00000060"]
+    assert _checkpoints(straight.folder) == ["step-00000060", "step-00000090"]
     line = json.loads((straight.folder / "metrics.jsonl").read_text().splitlines()[0])
     assert line.keys() >= {"step", "loss", "lr", "grad_norm", "tokens_per_second", "peak_memory"}
 
 
 def test_progress_goes_to_standard_error_alone(straight: Straight) -> None:
     assert len(straight.result.out.splitlines()) == 1
-    assert "step 60/60" in straight.result.err
+    assert straight.result.err.count("step 90/90") == 1
     assert "unigram entropy" in straight.result.err
-    assert straight.result.err.count("step 60/60") == 1, "only rank 0 reports"
+    assert straight.second.out + straight.second.err == "", "only rank 0 reports"
 
 
 def _checkpoints(folder: Path) -> list[str]:
@@ -86,101 +95,150 @@ def _checkpoints(folder: Path) -> list[str]:
     return names
 
 
-def _stop(folder: Path, number: signal.Signals, straight: Straight) -> int:
-    """Ask a run to stop, and return its last step."""
-    with running(folder, *SIXTY, "--save-every", "0") as run:
+def _stop(folder: Path, number: signal.Signals, straight: Straight) -> None:
+    """Ask a run to stop."""
+    with running(folder, *NINETY, *DAWDLING, "--save-every", "0") as run:
         run.wait_for_step(5)
         # Ctrl-C reaches the whole foreground group, a supervisor signals the launcher alone.
         if number == signal.SIGINT:
             os.killpg(run.process.pid, number)
         else:
             run.process.send_signal(number)
-        stopped = run.finish()
+        _check_stopped(folder, run.finish(), straight)
+
+
+def _check_stopped(folder: Path, stopped: Result | Ended, straight: Straight) -> None:
     assert stopped.code == 75, stopped.err
-    done = len(run.losses())
-    assert 5 <= done < 30
-    assert f"stopped after step {done} of 60, checkpoint saved" in stopped.err
+    done = len(losses(folder))
+    assert 5 <= done < 60
+    assert f"stopped after step {done} of 90, checkpoint saved" in stopped.err
     assert "Traceback" not in stopped.err
     assert "death signal" not in stopped.err
     lines = stopped.err.splitlines()
     assert all(re.match(_SAID, line) for line in lines), "torch writes into the progress"
-    assert run.losses() == straight.losses[:done]
+    assert losses(folder) == straight.losses[:done]
     assert _checkpoints(folder) == [f"step-{done:08d}"]
-    return done
 
 
-@pytest.mark.long  # the run of the next test is stopped too, and leaves the same
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT])
+@pytest.mark.long  # below, ranks stop on a signal, and the launcher on a terminal's end
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT, signal.SIGTERM])
 def test_each_request_to_stop_stops_a_run(
-    straight: Straight, tmp_path: Path, number: signal.Signals
+    straight: Straight, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(DAWDLE_AFTER, "4")
     _stop(tmp_path / "run", number, straight)
 
 
-@pytest.mark.parametrize("nohup", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_terminal_that_is_closed_costs_no_step(tmp_path: Path, *, nohup: bool) -> None:
-    """Nobody can be told any more, by then; `nohup` lets the run go on."""
+_ASKS_ITSELF = """
+import os, signal, threading, time
+from pathlib import Path
 
-    def in_terminal() -> None:
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        if nohup:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+def ask():
+    while not path.exists() or path.read_text().count("\\n") < 5:
+        time.sleep(0.005)
+    os.kill(os.getpid(), signal.SIGTERM)
 
+os.environ["DAWDLE_AFTER"] = "4"
+path = Path({!r})
+threading.Thread(target=ask, daemon=True).start()
+"""
+
+
+def test_ranks_that_are_asked_to_stop_save_and_say_so(straight: Straight, tmp_path: Path) -> None:
     folder = tmp_path / "run"
+    before = _ASKS_ITSELF.format(str(folder / "metrics.jsonl"))
+    words = ("train", *NINETY, *DAWDLING, "--save-every", "0", "--out", folder)
+    first, second = fullshard_on_ranks(2, *words, before=before)
+    _check_stopped(folder, first, straight)
+    assert second == (75, "", "")
+
+
+@contextmanager
+def _in_terminal(folder: Path, *options: str, nohup: bool = False) -> Iterator[Callable[[], int]]:
+    """Run in a terminal until a few steps are done; yield what closes it and waits for the end."""
+
+    def take_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+
     terminal, inside = os.openpty()
-    line = command(*FOREVER, "--out", str(folder), "--ranks", "1")
     process = subprocess.Popen(
-        line,
+        command(*options, "--out", str(folder)),
         env=environment(),
         stdin=inside,
         stdout=inside,
         stderr=inside,
         start_new_session=True,
-        preexec_fn=in_terminal,  # noqa: PLW1509  (it only asks the system)
+        preexec_fn=take_terminal,  # noqa: PLW1509  (it only asks the system)
     )
     os.close(inside)
+    screen = open(terminal, "rb", buffering=0)  # noqa: SIM115, PTH123
+
+    def has_begun() -> bool:
+        if process.poll() is None and select.select([screen], [], [], 0)[0]:
+            screen.read(1 << 16)  # else it is full one day, and they wait
+        return len(losses(folder)) >= 5 or process.poll() is not None
+
+    def close() -> int:
+        screen.close()
+        return -1 if nohup else process.wait(60)
+
     try:
-        wait_until(lambda: len(losses(folder)) >= 5, 60)
-        os.close(terminal)
-        if nohup:
-            done = len(losses(folder))
-            wait_until(lambda: len(losses(folder)) >= done + 100, 60)
-            return
-        assert process.wait(60) == 75
+        wait_until(has_begun, 60)
+        yield close
     finally:
         for pid in [*descendants(process.pid), process.pid]:
             kill(pid)
         process.wait(10)
-    assert _checkpoints(folder) == [f"step-{len(losses(folder)):08d}"]
+        screen.close()
 
 
-def test_a_run_goes_on_exactly_however_it_ended(straight: Straight, tmp_path: Path) -> None:
+@pytest.mark.long  # without it, the run of the next test is stopped
+def test_a_run_that_ignores_the_end_of_its_terminal_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with _in_terminal(folder, *FOREVER, "--ranks", "1", nohup=True) as close:
+        close()
+        done = len(losses(folder))
+        wait_until(lambda: len(losses(folder)) >= done + 100, 60)
+
+
+def test_a_run_goes_on_exactly_however_it_ended(
+    straight: Straight, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Each time other steps are traced, which must not show in the losses.
     folder = tmp_path / "run"
-    done = _stop(folder, signal.SIGTERM, straight)
+    monkeypatch.setenv(DAWDLE_AFTER, "4")
+    with _in_terminal(folder, *NINETY, *DAWDLING, "--save-every", "0") as close:
+        assert close() == 75, "though nobody can be told any more"
+    done = len(losses(folder))
+    assert 5 <= done < 60
+    assert losses(folder) == straight.losses[:done]
+    assert _checkpoints(folder) == [f"step-{done:08d}"], "no step is lost"
 
-    with running(folder, "--save-every", "30", resumes=True) as run:
-        run.wait_for_step(34)  # four steps past the checkpoint, which are lost
-        run.wait_for_checkpoint(30)
+    monkeypatch.setenv(DAWDLE_AFTER, "63")
+    with running(folder, "--save-every", "60", resumes=True) as run:
+        run.wait_for_step(64)  # four steps past the checkpoint, which are lost
+        run.wait_for_checkpoint(60)
         run.kill_launcher()
         assert f"resuming after step {done}" in run.finish().err
-    assert len(run.losses()) < 60
-    assert run.losses()[:30] == straight.losses[:30]
+    assert len(run.losses()) < 90
+    assert run.losses()[:60] == straight.losses[:60]
 
     with running(folder, "--save-every", "0", resumes=True, torchrun=2) as run:
-        run.wait_for_step(34)
+        run.wait_for_step(64)
         lost = run.kill_rank(1)
     assert lost.code != 0
-    assert "resuming after step 30" in lost.err
+    assert "resuming after step 60" in lost.err
     assert "rank 1 died" in lost.err
-    assert "complete checkpoint is of step 30 (" in lost.err
-    assert len(run.losses()) < 60
+    assert "complete checkpoint is of step 60 (" in lost.err
+    assert len(run.losses()) < 90
     assert run.losses() == straight.losses[: len(run.losses())]
 
+    monkeypatch.delenv(DAWDLE_AFTER)
     (resumed,) = fullshard_on_ranks(1, "train", "--resume", folder, "--ranks", "1", "--batch", "4")
     assert resumed.code == 0, resumed.err
-    assert "resuming after step 30" in resumed.err
-    assert run.losses()[:30] == straight.losses[:30]
+    assert "resuming after step 60" in resumed.err
+    assert run.losses()[:60] == straight.losses[:60]
     # The same sequences summed in another order: float32 rounding, grown over thirty steps.
     assert run.losses() == pytest.approx(straight.losses, rel=1e-3)
 
@@ -191,24 +249,24 @@ def test_a_finished_run_is_prolonged_on_another_number_of_ranks(
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(straight.folder, folder)
-    resumed = train("--resume", str(folder), "--steps", "66", "--ranks", "1", "--batch", "4")
+    resumed = train("--resume", str(folder), "--steps", "96", "--ranks", "1", "--batch", "4")
     assert resumed.code == 0, resumed.err
-    assert losses(folder)[:60] == straight.losses
-    assert len(losses(folder)) == 66
-    assert max(losses(folder)[60:]) < straight.losses[0] - 1
+    assert losses(folder)[:90] == straight.losses
+    assert len(losses(folder)) == 96
+    assert max(losses(folder)[90:]) < straight.losses[0] - 1
 
 
 @pytest.mark.long  # the killed run goes on with one rank
 def test_one_rank_learns_the_same(straight: Straight, tmp_path: Path) -> None:
-    result = train(*SIXTY, "--batch", "4", "--ranks", "1", "--out", str(tmp_path / "run"))
+    result = train(*NINETY, "--batch", "4", "--ranks", "1", "--out", str(tmp_path / "run"))
     assert result.code == 0, result.err
-    # The same sequences summed in another order: float32 rounding, grown over sixty steps.
+    # The same sequences summed in another order: float32 rounding, grown over ninety steps.
     assert losses(tmp_path / "run") == pytest.approx(straight.losses, rel=1e-3)
 
 
 def test_the_sample_comes_from_all_ranks_together(tmp_path: Path) -> None:
     first, second = fullshard_on_ranks(
-        2, "train", *TINY, "--steps", "3", "--sample-length", "20", "--prompt", "import ",
+        2, "train", *TINY, *PAGES, "--steps", "3", "--sample-length", "20", "--prompt", "import ",
         "--dtype", "bf16", "--activation-checkpointing", "--grad-accum", "2", "--tie-embeddings",
         "--clip", "0", "--trace-steps", "0", "--out", tmp_path / "run",
     )  # fmt: skip
@@ -255,8 +313,9 @@ def test_folders_may_have_any_name(tmp_path: Path) -> None:
     assert (run / "report.html").is_file()
 
 
+@pytest.mark.long  # above, a run goes on under torchrun, and begins as its ranks
 def test_it_runs_unchanged_under_torchrun(straight: Straight, tmp_path: Path) -> None:
-    result = train(*SIXTY, "--out", str(tmp_path / "run"), torchrun=2)
+    result = train(*NINETY, "--out", str(tmp_path / "run"), torchrun=2)
     assert result.code == 0, result.err
     assert losses(tmp_path / "run") == straight.losses
 

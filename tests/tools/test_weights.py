@@ -21,7 +21,7 @@ from fullshard.tools.exits import Exit
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.weights import load_initial_weights, model_config
 from tests.fresh import fullshard_on_ranks
-from tests.tools.processes import TINY, losses
+from tests.tools.processes import PAGES, TINY, losses
 
 
 def _model(*, tied: bool = False, seed: int = 0) -> Llama:
@@ -212,7 +212,7 @@ def test_a_run_begins_with_an_export_and_becomes_one_for_transformers(tmp_path: 
     with torch.no_grad():
         model.lm_head.weight.zero_()  # then every byte is as likely
     fullshard.export_hf(model, tmp_path / "a", config=SIZES["tiny"].config_fields(seq=32, marks={}))
-    options = (*TINY, "--steps", "2", "--save-every", "0", "--trace-steps", "0")
+    options = (*TINY, *PAGES, "--steps", "2", "--save-every", "0", "--trace-steps", "0")
     first, second = fullshard_on_ranks(
         2, "train", *options, "--init-from", tmp_path / "a", "--out", tmp_path / "new"
     )

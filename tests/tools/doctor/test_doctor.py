@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from fullshard.tools import commands
+from fullshard.tools.exits import Exit
+from fullshard.tools.launch import Ending
 from tests.fresh import Ended, command, fullshard_in_fork, in_warm_forks
 
 
@@ -45,6 +48,14 @@ def _place(rank: int, port: int, *, local_ranks: int = 2) -> dict[str, str]:
     }
 
 
+def _two_ranks(port: int, *, before: str = "", local_ranks: int = 2) -> list[Ended]:
+    """Run it as two ranks that a launcher has started."""
+    return in_warm_forks(
+        *[f"{_STRICT}\n{before}\n{command('doctor', '--json')}"] * 2,
+        variables=[_ALL_STRICT | _place(rank, port, local_ranks=local_ranks) for rank in range(2)],
+    )
+
+
 @pytest.fixture
 def port() -> int:
     """Return a port that was free a moment ago."""
@@ -52,8 +63,13 @@ def port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_two_ranks_of_this_machine_are_examined_together() -> None:
-    result = _doctor("--json")
+@pytest.mark.parametrize("starts_them", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_two_ranks_of_this_machine_are_examined_together(port: int, *, starts_them: bool) -> None:
+    if starts_them:
+        result = _doctor("--json")
+    else:
+        result, second = _two_ranks(port)
+        assert second == (0, "", "")
     assert result.code == 0, result.err
     examined = json.loads(result.out)
     assert examined["verdict"] != "problem"
@@ -69,6 +85,20 @@ def test_two_ranks_of_this_machine_are_examined_together() -> None:
     assert first["pid"] != second["pid"]
     assert first["packages"]["typer"]
     assert first["machine"]["memory_nbytes"] > 1e8
+
+
+def test_it_starts_the_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+
+    def launch(words: object, *, ranks: int, threads: int) -> Ending:
+        started.extend([words, ranks, threads])
+        return Ending(Exit.RANK_LOST, "rank 1 ended")
+
+    monkeypatch.setattr(commands, "launch", launch)
+    words = ["--ranks", "3"]
+    code = commands.doctor(3, {"OMP_NUM_THREADS": "4"}, words, timeout_s=1.0, as_json=False)
+    assert code == Exit.RANK_LOST
+    assert started == [["doctor", *words], 3, 4]
 
 
 def test_a_rank_that_does_not_come_is_named_in_time(port: int) -> None:
@@ -126,10 +156,7 @@ doctor.look_at_rank = look_elsewhere
 
 def test_hosts_are_connected_and_compared(port: int) -> None:
     """Two processes of this host that take themselves for two hosts, one of them 5 s ahead."""
-    first, second = in_warm_forks(
-        *[f"{_STRICT}\n{_ELSEWHERE}\n{command('doctor', '--json')}"] * 2,
-        variables=[_ALL_STRICT | _place(rank, port, local_ranks=1) for rank in range(2)],
-    )
+    first, second = _two_ranks(port, before=_ELSEWHERE, local_ranks=1)
     assert (first.code, second.code) == (0, 0), (first.err, second.err)
     assert second.out == ""
     found = _findings(first)
