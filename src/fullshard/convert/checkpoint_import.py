@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.folder import new_tag
+from fullshard.checkpoint.drafts import new_tag
+from fullshard.checkpoint.folder import Location, folder_at
 from fullshard.checkpoint.manifest import SavedTensor, readable
-from fullshard.checkpoint.opening import Location, folder_at
 from fullshard.checkpoint.read import SavedState
 from fullshard.checkpoint.save import SavedCheckpoint, check_sizes, facts_of_today, manifest_of
 from fullshard.checkpoint.values import MODULE_STATES
@@ -61,7 +61,7 @@ def convert_checkpoint(
         try:
             copy = _Copy(state, sum(tensor.nbytes for tensor in tensors.values()), progress)
             facts = {name: _facts(tensor, ranks) for name, tensor in tensors.items()}
-            written: list[tuple[WrittenFiles, Mapping[str, dict[str, Any]]]] = []
+            written: list[tuple[WrittenFiles, Mapping[str, SavedTensor]]] = []
             for rank in range(ranks):
                 items = list(_items(tensors, rank, ranks))
                 files = write_files(draft.folder, rank, tag, items, copy.data_of)
@@ -140,14 +140,10 @@ def _items(tensors: Mapping[str, SavedTensor], rank: int, ranks: int) -> Iterato
                 yield ToWrite(name, shape, box, view)
 
 
-def _facts(tensor: SavedTensor, ranks: int) -> dict[str, Any]:
+def _facts(tensor: SavedTensor, ranks: int) -> SavedTensor:
     is_divided = tensor.nbytes >= _WORTH_DIVIDING_NBYTES and ranks > 1
-    return {
-        "shape": tuple(tensor.shape),
-        "dtype": tensor.dtype,
-        "aliases": tensor.aliases,
-        "placement": f"dim 0 over {ranks}" if is_divided else tensor.placement,
-    }
+    placement = f"dim 0 over {ranks}" if is_divided else tensor.placement
+    return SavedTensor(tuple(tensor.shape), tensor.dtype, tensor.aliases, placement)
 
 
 def _values(state: SavedState, weights_only: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.opening import Location
+from fullshard.checkpoint.folder import Location
 from fullshard.checkpoint.read import Reader, SavedState
 from fullshard.convert.opening import Progress, form_of, open_state, read_box
 from fullshard.errors import CheckpointError
