@@ -186,10 +186,9 @@ def _is_sharded(tensor: Any) -> bool:
 class LoadPlan(NamedTuple):
     """What one rank loads.
 
-    values: what is no tensor. holdings: memory, by the names that the files have for it. destinations: of optimizer state, with its scalars and
-    groups, None if it was not saved.
-    module_states: modules, and what each is given of its own. problems: what does not fit. notes: what a
-    reader of a log should know.
+    values: what is no tensor. holdings: memory, by the names that the files have for it. destinations: of
+    optimizer state, with its scalars and groups, None if it was not saved. module_states: modules, and what
+    each is given of its own. problems: what does not fit. notes: what a reader of a log should know.
     """
 
     values: SavedValues

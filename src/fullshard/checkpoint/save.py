@@ -58,6 +58,8 @@ from fullshard.state.holdings import is_ddp
 from fullshard.state.structure import Structure, structure_of
 from fullshard.versions import VERSION
 
+Tensors = Mapping[str, SavedTensor]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
@@ -252,7 +254,7 @@ def execute(request: SaveRequest, job: SaveJob, peers: Peers) -> int:
                 job.content.own_values,
             )
         )
-        nbytes = peers.of_first(lambda: _commit(drafts[0], job, everyones(), peers.size))
+        nbytes = peers.of_first(lambda: _commit(drafts[0], job, everyones()))
     except BaseException:
         if drafts:
             drafts[0].give_up()
@@ -273,50 +275,49 @@ def _seen(place: str, tag: str) -> Folder:
 
 
 def _commit(
-    draft: Draft, job: SaveJob, everyones: Sequence[tuple[Any, Any, Any]], num_ranks: int
+    draft: Draft, job: SaveJob, everyones: Sequence[tuple[WrittenFiles, Tensors, dict[str, Any]]]
 ) -> int:
     own_values: dict[str, dict[str, Any]] = {}
     for rank, (_, _, own) in enumerate(everyones):
         for key, tree in own.items():
             own_values.setdefault(key, {})[str(rank)] = tree
-    values = {
-        **facts_of_today(num_ranks),
-        **job.content.values,
-        "extra_by_rank": own_values,
-    }
-    manifest = manifest_of([(written, tensors) for written, tensors, _ in everyones], values)
-    check_sizes(draft, manifest)
-    content = readable(manifest, str(job.target))
-    draft.complete(content, [file.name for file in manifest.files])
-    return sum(file.nbytes for file in manifest.files)
+    values = {**job.content.values, "extra_by_rank": own_values}
+    return commit(draft, job.target, [(files, tensors) for files, tensors, _ in everyones], values)
 
 
-def facts_of_today(num_ranks: int) -> dict[str, Any]:
-    """Return what a manifest says of the save itself."""
-    return {
+def commit(
+    draft: Draft,
+    target: object,
+    everyones: Sequence[tuple[WrittenFiles, Tensors]],
+    values: Mapping[str, Any],
+) -> int:
+    """Make a draft the checkpoint of what all ranks have written; return the number of bytes of all files.
+
+    target: where, for messages. Raises CheckpointError if this process does not see all files as they were
+    written, or they could not be loaded.
+    """
+    facts = {
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "ranks": num_ranks,
+        "ranks": len(everyones),
         "versions": {
             "fullshard": VERSION,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
     }
-
-
-def check_sizes(draft: Draft, manifest: Manifest) -> None:
-    """Raise CheckpointError if this process does not see all files as they were written."""
+    manifest = manifest_of(everyones, {**facts, **values, **facts})  # of this save, and first
     for file in manifest.files:
         if draft.folder.size_of(file.name) != file.nbytes:
             raise CheckpointError(
                 f"{draft.folder}/{file.name}: was written by another rank, but rank 0 does not see it. "
                 "Save to a filesystem that all hosts share."
             )
+    draft.complete(readable(manifest, str(target)), [file.name for file in manifest.files])
+    return sum(file.nbytes for file in manifest.files)
 
 
 def manifest_of(
-    everyones: Sequence[tuple[WrittenFiles, Mapping[str, SavedTensor]]],
-    values: Mapping[str, Any],
+    everyones: Sequence[tuple[WrittenFiles, Tensors]], values: Mapping[str, Any]
 ) -> Manifest:
     """Put together what all ranks have written, and what each says of its tensors.
 

@@ -9,9 +9,9 @@ import torch
 
 from fullshard.checkpoint.drafts import new_tag
 from fullshard.checkpoint.folder import Location, folder_at
-from fullshard.checkpoint.manifest import SavedTensor, readable
+from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.checkpoint.read import SavedState
-from fullshard.checkpoint.save import SavedCheckpoint, check_sizes, facts_of_today, manifest_of
+from fullshard.checkpoint.save import SavedCheckpoint, commit
 from fullshard.checkpoint.values import MODULE_STATES
 from fullshard.checkpoint.write import ToWrite, WrittenFiles, write_files
 from fullshard.convert.opening import (
@@ -66,16 +66,12 @@ def convert_checkpoint(
                 items = list(_items(tensors, rank, ranks))
                 files = write_files(draft.folder, rank, tag, items, copy.data_of)
                 written.append((files, facts))
-            values = {**_values(state, weights_only), **facts_of_today(ranks)}
+            values = _values(state, weights_only)
             values["converted_from"] = f"{form_of(state)} {state.location}"
-            manifest = manifest_of(written, values)
-            check_sizes(draft, manifest)
-            content = readable(manifest, str(target))
-            draft.complete(content, [file.name for file in manifest.files])
+            nbytes = commit(draft, target, written, values)
         except BaseException:
             draft.give_up()
             raise
-        nbytes = sum(file.nbytes for file in manifest.files)
         seconds = time.perf_counter() - begun
         return SavedCheckpoint(
             folder_at(target).location, values.get("step"), nbytes, seconds, seconds
