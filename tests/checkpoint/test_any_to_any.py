@@ -32,8 +32,8 @@ PAIRS = [
     for number, sizes in enumerate(SIZES)
     if number % 2 == 0
 ]
-# More ranks, fewer, as many, one alone, five: the other numbers divide the same rows in other places.
-FEW_SIZES = [(1, 3), (2, 4), (3, 3), (4, 2), (5, 3)]
+# From one alone to more, as many, and to fewer: other numbers divide the same rows in other places.
+FEW_SIZES = [(1, 3), (3, 3), (4, 2)]
 HYBRID_PAIRS = [
     ("hybrid_fully_shard", "flat", (4, 3)),
     ("orig", "hybrid_flat", (3, 4)),
@@ -84,8 +84,7 @@ def _write(
     before = _state(api, model, made)
     fullshard.save_checkpoint(folder, model, made, step=2)
     later = folder.with_name("later")
-    for _ in range(3):  # the last one uses the plan of the second
-        pending = fullshard.async_save_checkpoint(later, model, made, step=2, overwrite=True)
+    pending = fullshard.async_save_checkpoint(later, model, made, step=2)
     assert_equal(_state(api, model, made), before)  # saving changes nothing
     losses = _train(model, made, steps=3)
     pending.wait()
@@ -134,7 +133,7 @@ def test_any_number_of_ranks_loads_what_any_number_saved(
     _check(pools, tmp_path, api, first, second, ranks)
 
 
-@repeats(lambda s: s["ranks"] in ((4, 4), (5, 4)))
+@repeats(lambda s: s["ranks"] != (4, 3))  # replicas that load: "hybrid_flat" in the next test
 @pytest.mark.parametrize(("first", "second", "ranks"), HYBRID_PAIRS)
 def test_replicas_load_and_save(
     api: str, first: str, second: str, ranks: tuple[int, int], pools: Pools, tmp_path: Path
@@ -161,6 +160,9 @@ def test_all_pairs(
 
 
 def _is_for_others(settings: Settings) -> bool:
+    # AdamW is in a test above; the others keep tensors of the size of their parameters, as amsgrad does.
+    if settings["optimizer"] in ("adamw", "adamax", "rmsprop"):
+        return True
     number = list(MORE_OPTIMIZERS).index(settings["optimizer"])
     # Every other optimizer, with one way, into one that has stepped or one that has not.
     return (
@@ -240,14 +242,19 @@ def _read_parallel(api: Api, way: str, folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("first", "second", "ranks"),
     [
-        ("rows", "rows", (4, 1)),
         ("rows", "one", (4, 3)),
         ("one", "rows", (3, 4)),
         ("flat", "rows", (4, 4)),
-        ("rows", "flat", (4, 4)),
-        ("flat", "one", (4, 2)),
         ("beside", "flat", (4, 4)),
-        ("rows", "rows", (2, 4)),
+        *(  # ways that each are above
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("rows", "rows", (4, 1)),
+                ("rows", "flat", (4, 4)),
+                ("flat", "one", (4, 2)),
+                ("rows", "rows", (2, 4)),
+            )
+        ),
     ],
 )
 def test_tensor_parallel_parts_are_parts_like_others(

@@ -24,12 +24,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 import fullshard
-from fullshard.checkpoint import folder as folder_module
-from fullshard.checkpoint import local, objects
-from fullshard.checkpoint.folder import Folder
+from fullshard.checkpoint import drafts, local, objects
+from fullshard.checkpoint.folder import Folder, folder_at
 from fullshard.checkpoint.local import LocalDraft, LocalFolder
 from fullshard.checkpoint.manager import checkpoints_in, prune_checkpoints, retained
-from fullshard.checkpoint.opening import folder_at
 from fullshard.errors import CheckpointError
 from tests.fresh import in_warm_forks
 
@@ -81,7 +79,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 
 @pytest.fixture
 def short_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_module, "BEAT_S", 0.1)
+    monkeypatch.setattr(drafts, "BEAT_S", 0.1)
 
 
 def _manager(place: Place, model: nn.Module, **options: Any) -> fullshard.CheckpointManager:
@@ -192,13 +190,15 @@ def test_the_newest_sound_ones_stay(
 
 def test_a_manager_reads_each_manifest_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    real = Folder.read_small
+    real: dict[Any, Any] = {kind: kind.read_small for kind in (LocalFolder, objects.ObjectFolder)}
 
     def counting(self: Folder, name: str) -> bytes:
         read.append(f"{self.name}/{name}")
-        return real(self, name)
+        content: bytes = real[type(self)](self, name)
+        return content
 
-    monkeypatch.setattr(Folder, "read_small", counting)
+    for kind in real:
+        monkeypatch.setattr(kind, "read_small", counting)
     with _manager(place, nn.Linear(2, 2), keep_last=3) as manager:
         for step in range(1, 6):
             manager.step(step)
@@ -293,8 +293,8 @@ def test_a_save_that_completes_while_it_is_watched_is_whole(
 ) -> None:
     model, found = nn.Linear(2, 2), nn.Linear(2, 2)
     watched = threading.Event()
-    drafts: list[Any] = []
-    silent = folder_module.is_silent
+    begun: list[Any] = []
+    silent = drafts.is_silent
 
     def completing(look: Callable[[], Any], **options: Any) -> bool:
         look()
@@ -308,7 +308,7 @@ def test_a_save_that_completes_while_it_is_watched_is_whole(
     real = {kind: kind.complete for kind in (LocalDraft, objects.ObjectDraft)}
 
     def complete(self: Any, *args: Any) -> None:
-        drafts.append(self)
+        begun.append(self)
         watched.wait(10)
         real[type(self)](self, *args)
 
@@ -317,7 +317,7 @@ def test_a_save_that_completes_while_it_is_watched_is_whole(
     monkeypatch.setattr(socket, "gethostname", lambda: "other")
     saver = threading.Thread(target=save)
     saver.start()
-    while not drafts:
+    while not begun:
         time.sleep(0.01)
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
     monkeypatch.setattr(local, "is_silent", completing)
@@ -438,9 +438,11 @@ def test_a_save_whose_fork_outlives_it_is_dead(tmp_path: Path) -> None:
         "import os, time\nfrom pathlib import Path\n"
         "from fullshard.checkpoint.local import LocalDraft\n"
         f"LocalDraft(Path({str(tmp_path / 'a')!r}), '0123abcd', overwrite=False)\n"
+        "read, write = os.pipe()\n"
         "if (child := os.fork()) == 0:\n"
+        "    os.write(write, b'x')\n"  # what is done after a fork is done
         "    os.closerange(0, 3)\n    time.sleep(60)\n    os._exit(0)\n"
-        "print(child, flush=True)\nos._exit(1)"
+        "os.read(read, 1)\nprint(child, flush=True)\nos._exit(1)"
     )
     try:
         LocalFolder(tmp_path).remove_left_over()
@@ -452,7 +454,7 @@ def test_a_save_whose_fork_outlives_it_is_dead(tmp_path: Path) -> None:
 def test_a_beat_that_fails_is_not_the_last(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(folder_module, "BEAT_S", 0.01)
+    monkeypatch.setattr(drafts, "BEAT_S", 0.01)
     draft = _draft(place, "a")
     beats: list[bytes] = []
     real, done = draft._heart._write, threading.Event()

@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fullshard
 from fullshard.checkpoint.dcp import DcpFiles
-from fullshard.checkpoint.opening import folder_at
+from fullshard.checkpoint.folder import folder_at
 from fullshard.errors import CheckpointError
 from tests.api import TORCH, Api, use_api
 from tests.checkpoint.test_any_to_any import _sharded, _state, _train
@@ -95,16 +95,17 @@ def _read(api: Api, way: str, path: Path, *, weights: bool) -> dict[str, Tensor]
     ("way", "form", "ours", "ranks"),
     [
         ("fully_shard", "state_dict", "flat", (2, 3)),
-        ("fully_shard", "flattened", "fully_shard", (4, 2)),
-        ("fully_shard", "numbers", "orig", (2, 4)),
+        ("fully_shard", "flattened", "fully_shard", (3, 2)),
+        ("fully_shard", "numbers", "orig", (2, 3)),
         ("fully_shard", "weights", "flat", (3, 2)),
-        ("hybrid_fully_shard", "state_dict", "fully_shard", (4, 4)),
-        ("orig", "fsdp1", "fully_shard", (2, 4)),
-        ("flat", "fsdp1", "orig", (4, 1)),
+        ("hybrid_fully_shard", "state_dict", "fully_shard", (4, 2)),
+        ("orig", "fsdp1", "fully_shard", (2, 3)),
+        ("flat", "fsdp1", "orig", (3, 1)),
         ("orig", "state_dict", "plain", (2, 2)),
         ("hybrid_orig", "fsdp1", "flat", (4, 2)),
         ("flat", "ours", "fully_shard", (2, 3)),
-        ("fully_shard", "ours", "flat", (3, 2)),
+        # DTensors, as "state_dict" has them.
+        pytest.param("fully_shard", "ours", "flat", (3, 2), marks=pytest.mark.long),
     ],
 )
 def test_directories_of_dcp_load_whoever_wrote_them(
@@ -431,7 +432,7 @@ def test_pickles_do_not_say_how_much_memory_they_take(tmp_path: Path, pickled: b
 def test_reading_without_trust_is_not_out_of_proportion(tmp_path: Path) -> None:
     """A large model on many ranks has 100,000 chunks and more."""
     state, places = {}, {}
-    for number in range(200):
+    for number in range(40):
         name = f"model.layers.{number}.weight"
         offsets = [torch.Size([4 * chunk, 0]) for chunk in range(100)]
         chunks = [ChunkStorageMetadata(offset, torch.Size([4, 8])) for offset in offsets]
@@ -451,7 +452,7 @@ def test_reading_without_trust_is_not_out_of_proportion(tmp_path: Path) -> None:
         sys.setprofile(before)
     # Of Python functions for each chunk, with the look at each that follows. Not by a clock: what else
     # the machine does would count.
-    assert calls["call"] < 40 * 20_000
+    assert calls["call"] < 40 * 4_000
 
 
 def test_pickles_change_no_class(tmp_path: Path) -> None:

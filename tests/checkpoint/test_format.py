@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fullshard
+from fullshard.checkpoint.folder import folder_at
 from fullshard.checkpoint.manifest import MANIFEST
-from fullshard.checkpoint.opening import folder_at
 from fullshard.checkpoint.read import Reader
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.state.host_memory import checksum
@@ -210,7 +210,7 @@ def _places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from _places(tree[key], (*path, key))
 
 
-@pytest.mark.parametrize("number", [60, pytest.param(2000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [30, pytest.param(2000, marks=pytest.mark.long)])
 def test_values_of_another_form_are_refused_by_whatever_reads_them(
     saved: Path, number: int
 ) -> None:

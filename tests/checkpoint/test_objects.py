@@ -23,10 +23,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 import fullshard
-from fullshard.checkpoint import folder as folder_module
-from fullshard.checkpoint import objects
+from fullshard.checkpoint import drafts, objects
+from fullshard.checkpoint.folder import folder_at
 from fullshard.checkpoint.manager import checkpoints_in, prune_checkpoints
-from fullshard.checkpoint.opening import folder_at
 from fullshard.errors import CheckpointError
 from tests.api import Api
 from tests.harness import Fate, mesh_of, on_ranks, rank, run_fresh, world_size
@@ -47,7 +46,7 @@ def prefix() -> Iterator[str]:
 
 @pytest.fixture
 def short_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_module, "BEAT_S", 0.1)
+    monkeypatch.setattr(drafts, "BEAT_S", 0.1)
 
 
 def _names(url: str) -> list[str]:

@@ -31,12 +31,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fullshard
 from fullshard.checkpoint import content as content_module
-from fullshard.checkpoint import folder as folder_module
+from fullshard.checkpoint import drafts, manifest
 from fullshard.checkpoint import save as save_module
+from fullshard.checkpoint.folder import folder_at
 from fullshard.checkpoint.local import LocalDraft, LocalFolder
 from fullshard.checkpoint.manager import checkpoints_in, prune_checkpoints
 from fullshard.checkpoint.manifest import Manifest
-from fullshard.checkpoint.opening import folder_at
 from fullshard.checkpoint.read import Reader
 from fullshard.errors import CheckpointError, DamagedCheckpointError, StateError
 from tests.api import Api
@@ -213,7 +213,7 @@ def test_a_manifest_that_would_not_be_read_is_not_written(
     saved = fullshard.save_checkpoint(tmp_path / "a", model, rng=False)
     nbytes = (tmp_path / "a" / "manifest.json").stat().st_size
     for most, fits in ((nbytes, True), (nbytes - 1, False)):
-        monkeypatch.setattr(folder_module, "_MOST_SMALL_NBYTES", most)
+        monkeypatch.setattr(manifest, "_MOST_SMALL_NBYTES", most)
         given = (
             contextlib.nullcontext() if fits else pytest.raises(CheckpointError, match="not saved")
         )
@@ -943,7 +943,7 @@ def test_what_a_dead_save_left_is_removed(tmp_path: Path) -> None:
 def test_a_writer_on_another_host_is_known_by_its_beats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_alive: bool
 ) -> None:
-    monkeypatch.setattr(folder_module, "BEAT_S", 0.1)
+    monkeypatch.setattr(drafts, "BEAT_S", 0.1)
     monkeypatch.setattr(socket, "gethostname", lambda: "other")
     draft = LocalDraft(tmp_path / "a", "89ababcd", overwrite=False)
     if not is_alive:
@@ -1049,7 +1049,7 @@ def _check_kills(folder: Path, seeds: range) -> None:
 
 
 def test_the_newest_checkpoint_survives_kills(tmp_path: Path) -> None:
-    _check_kills(tmp_path, range(3))
+    _check_kills(tmp_path, range(2))  # in the background, and not
 
 
 @pytest.mark.long
@@ -1260,8 +1260,10 @@ def _save_without_one(folder: Path, save: Callable[..., object]) -> float:
         ):
             save(folder / "b", model)
     else:
-        time.sleep(5)
+        while not (folder / "raised").exists():
+            time.sleep(0.05)
     waited = time.monotonic() - began
+    (folder / "raised").touch()
     _restart(folder, 60)
     return waited
 
@@ -1279,7 +1281,7 @@ def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_program_says(
 
 
 @alone
-@pytest.mark.parametrize("path", [None, b"a", "unknown-kind://a", 5])
+@pytest.mark.parametrize("path", [None, "unknown-kind://a"])
 @on_ranks(2)
 def test_ranks_stay_in_step_where_one_has_no_usable_path(
     api: Api, tmp_path: Path, path: Any

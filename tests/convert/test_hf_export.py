@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fullshard
-from fullshard.checkpoint.local import _NewLocalFile
+from fullshard.checkpoint.local import NewLocalFile
 from fullshard.convert import hf_export, opening
 from fullshard.errors import CheckpointError
 from tests.api import Api
@@ -282,7 +282,7 @@ def test_an_export_is_replaced_as_a_whole_if_asked_for(tmp_path: Path) -> None:
 @on_ranks(3)
 def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_nothing(api: Api, tmp_path: Path) -> None:
     model = api.fully_shard(mlp(num_layers=2, dim=12), mesh=mesh_of(3))
-    write = _NewLocalFile.write
+    write = NewLocalFile.write
     num_calls = 0
 
     def full(*arguments: Any) -> None:
@@ -292,12 +292,12 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_nothing(api: Api, tmp_p
             raise OSError(28, "No space left on device")
         write(*arguments)
 
-    _NewLocalFile.write = full  # type: ignore[method-assign]
+    NewLocalFile.write = full  # type: ignore[method-assign]
     try:
         with pytest.raises(CheckpointError, match="No space left"):
             fullshard.export_hf(model, tmp_path / "a", max_shard_size="1KB")
     finally:
-        _NewLocalFile.write = write  # type: ignore[method-assign]
+        NewLocalFile.write = write  # type: ignore[method-assign]
     torch.distributed.barrier()
     assert _listed(tmp_path) == []
     fullshard.export_hf(model, tmp_path / "a")

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.checkpoint.optimizer import (
     AgreedState,
     LocalState,
@@ -151,11 +152,7 @@ class LocalContent:
         """Return the same over copies of its memory, which training does not change."""
         views = [held.view for holding in self._holdings() for held in holding.boxes]
         views += [view for extra in self.extras.values() for view in extra.views()]
-        copies = dict(zip(map(id, views), stage(views), strict=True))
-
-        def copy_of(view: torch.Tensor) -> torch.Tensor:
-            return copies[id(view)]
-
+        copy_of = _copier(views, stage)
         return dataclasses.replace(
             self,
             holdings=[holding.over(copy_of) for holding in self.holdings],
@@ -167,6 +164,12 @@ class LocalContent:
         yield from self.holdings
         for state in self.states.values():
             yield from state.holdings()
+
+
+def _copier(views: Sequence[torch.Tensor], stage: Stage) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Copy tensors, all at once; return what finds the copy of one of them."""
+    copies = dict(zip(map(id, views), stage(views), strict=True))
+    return lambda view: copies[id(view)]
 
 
 def content_of(
@@ -281,6 +284,26 @@ class Content:
     own_values: dict[str, Any]
     warning: str = ""
 
+    def staged(self, stage: Stage) -> "Content":
+        """Return the same over copies of what this rank writes, which training does not change."""
+        own = [own_share(holding) for holding in self.holdings]
+        copy_of = _copier([held.view for holding in own for held in holding.boxes], stage)
+        return dataclasses.replace(self, holdings=[holding.over(copy_of) for holding in own])
+
+    def tensors(self) -> dict[str, SavedTensor]:
+        """Return what a manifest says of each tensor."""
+        return {
+            h.name: SavedTensor(h.shape, h.dtype, h.names[1:], h.placement) for h in self.holdings
+        }
+
+    def to_write(self) -> list[ToWrite]:
+        """Return this rank's share of the boxes that it holds: every element is one rank's to write."""
+        return [
+            ToWrite(holding.name, holding.shape, held.box, held.view)
+            for holding in map(own_share, self.holdings)
+            for held in holding.boxes
+        ]
+
 
 def agreed_content(own: LocalContent, told: Sequence[Told], peers: Peers) -> Content:
     """Put together what this rank knows and what all ranks have told. Collective.
@@ -357,12 +380,3 @@ def _joined(
         own_values[key] = encoded(decoded_state, f"extra/{key}@{rank}", own.__setitem__)
         holdings += [tensor_holding(name, t)._replace(copies=1) for name, t in own.items()]
     return Content(holdings, values, own_values)
-
-
-def to_write(holdings: Sequence[Holding]) -> list[ToWrite]:
-    """Return this rank's share of the boxes that it holds: every element is one rank's to write."""
-    return [
-        ToWrite(holding.name, holding.shape, held.box, held.view)
-        for holding in map(own_share, holdings)
-        for held in holding.boxes
-    ]

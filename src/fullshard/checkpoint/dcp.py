@@ -170,9 +170,6 @@ class _Place(NamedTuple):
 class DcpFiles(ForeignFiles):
     """The files of one directory."""
 
-    tensors: dict[str, SavedTensor]
-    paths: dict[str, tuple[str | int, ...]]
-
     def __init__(self, folder: Folder) -> None:
         self.location = folder.location
         self._folder = folder
@@ -190,9 +187,6 @@ class DcpFiles(ForeignFiles):
         except Exception as error:  # whatever damaged bytes make of a pickle
             refused = self._refused(f"{METADATA} is damaged, or of another version ({error!r})")
             raise DamagedCheckpointError(str(refused)) from error
-
-    def close(self) -> None:
-        pass
 
     def value_of(self, key: str) -> Any:
         return self._loaded(key, self._objects[key])

@@ -4,18 +4,16 @@ A problem of files is a line whose first word is its kind: "missing 0.weight". E
 them are refused on all ranks alike, before a value is changed.
 """
 
-import dataclasses
 import difflib
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.checkpoint.peers import Peers
 from fullshard.errors import CheckpointError
 from fullshard.host import Pool, memory_pools, resident_nbytes
@@ -40,32 +38,28 @@ _TITLES = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Source:
-    """Where tensors come from, for messages.
-
-    path: of it. kind: "checkpoint" or the like. advice: what to do if it does not fit.
-    hints: returns more lines, from what is missing and what is unexpected.
-    """
-
-    path: Path | str
-    kind: str
-    advice: str
-    hints: Callable[[Sequence[str], Sequence[str]], list[str]] = lambda *_: []
+# Returns more lines for an error, from what is missing and what is unexpected.
+Hints = Callable[[Sequence[str], Sequence[str]], list[str]]
 
 
 def check_fits(
-    source: Source, everyones: Sequence[Sequence[str]], allow: Collection[str]
+    path: Path | str,
+    kind: str,
+    everyones: Sequence[Sequence[str]],
+    allow: Collection[str],
+    *,
+    advice: str,
+    hints: Hints = lambda *_: [],
 ) -> dict[str, list[str]]:
     """Refuse what does not fit and is not allowed.
 
-    everyones: the problems that each rank has found. Returns them by kind, allowed ones then. Raises
-    CheckpointError.
+    path, kind: of what tensors come from ("checkpoint"). everyones: the problems that each rank has found.
+    advice: what to do. Returns the problems by kind, allowed ones then. Raises CheckpointError.
     """
     groups: dict[str, list[str]] = {}
     for problem in dict.fromkeys(p for own in everyones for p in own):
-        kind, _, text = problem.partition(" ")
-        groups.setdefault(kind, []).append(text)
+        word, _, text = problem.partition(" ")
+        groups.setdefault(word, []).append(text)
     # What one rank does not take, another may: pipeline stages.
     by_none = set.intersection(*(set(own) for own in everyones))
     if "unexpected" in groups:
@@ -74,7 +68,8 @@ def check_fits(
         ]
     refused = {k: v for k, v in groups.items() if v and k not in allow}
     if refused:
-        raise CheckpointError(_described(source, refused))
+        lines = [f"{path}: does not fit.", *_described(refused, kind, hints), advice]
+        raise CheckpointError("\n".join(lines))
     return groups
 
 
@@ -112,23 +107,21 @@ def check_allowed(allow: Collection[str] | str | None, known: Collection[str]) -
     return frozenset(listed(allow))
 
 
-def _described(source: Source, groups: Mapping[str, Sequence[str]]) -> str:
-    groups = dict(groups)
+def _described(groups: dict[str, list[str]], kind: str, hints: Hints) -> Iterator[str]:
     if "mismatched" in groups:  # another model, whose shapes may look like shards as well
-        groups["mismatched"] = [*groups["mismatched"], *groups.pop("shard", ())]
-    lines = [f"{source.path}: does not fit."]
-    for kind, texts in groups.items():
-        lines.append(f"  {_TITLES[kind].format(source.kind)}: {len(texts)}")
-        lines += [f"    {text}" for text in texts[:_MOST_LISTED]]
+        groups["mismatched"] += groups.pop("shard", [])
+    for word, texts in groups.items():
+        yield f"  {_TITLES[word].format(kind)}: {len(texts)}"
+        yield from (f"    {text}" for text in texts[:_MOST_LISTED])
         if len(texts) > _MOST_LISTED:
-            lines.append(f"    ... and {len(texts) - _MOST_LISTED} more")
+            yield f"    ... and {len(texts) - _MOST_LISTED} more"
     missing, unexpected = groups.get("missing", ()), groups.get("unexpected", ())
-    hints = source.hints(missing, unexpected)
-    renamed = [] if hints else _renames(missing, unexpected)
+    hinted = hints(missing, unexpected)
+    renamed = [] if hinted else _renames(missing, unexpected)
     if renamed:
-        lines.append("  Perhaps renamed:")
-        lines += [f"    {old} -> {new}" for old, new in renamed[:_MOST_LISTED]]
-    return "\n".join([*lines, *hints, source.advice])
+        yield "  Perhaps renamed:"
+        yield from (f"    {old} -> {new}" for old, new in renamed[:_MOST_LISTED])
+    yield from hinted
 
 
 def _renames(missing: Sequence[str], unexpected: Sequence[str]) -> list[tuple[str, str]]:
@@ -160,12 +153,8 @@ logger = logging.getLogger("fullshard")
 _CLOSE = 0.9  # of what is free without swap
 
 
-class Load(NamedTuple):
-    """What is loaded. state_nbytes: of all optimizer state in the files."""
-
-    models: Iterable[nn.Module]
-    optimizers: Iterable[torch.optim.Optimizer] = ()
-    state_nbytes: int = 0
+# What is loaded: models, optimizers, and the bytes of all optimizer state in the files.
+Load = tuple[Iterable[nn.Module], Iterable[torch.optim.Optimizer], int]
 
 
 class _Rank(NamedTuple):
@@ -229,12 +218,6 @@ def check_copies(nbytes: int) -> None:
                 f"A save in the background needs copies of {_size(nbytes)}, and on {pool.name} "
                 f"{_size(pool.free_nbytes + pool.swap_nbytes)} can be had. Use save_checkpoint, which copies nothing."
             )
-
-
-def state_nbytes(tensors: Mapping[str, SavedTensor], sections: Iterable[str]) -> int:
-    """Return the bytes of the tensors in these sections."""
-    wanted = {*sections}
-    return sum(t.nbytes for name, t in tensors.items() if name.partition("/")[0] in wanted)
 
 
 def _in_host_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -128,8 +128,8 @@ class ForeignFiles(abc.ABC):
 
     location: Path | str
     digest: str
-    tensors: Mapping[str, SavedTensor]
-    paths: Mapping[str, tuple[str | int, ...]]
+    tensors: dict[str, SavedTensor]
+    paths: dict[str, tuple[str | int, ...]]
 
     @abc.abstractmethod
     def value_of(self, key: str) -> Any:
@@ -139,8 +139,8 @@ class ForeignFiles(abc.ABC):
     def read(self, wanted: Sequence[Wanted], progress: Callable[[int], object] | None) -> None:
         """Read boxes into their memory, as `SavedState.read` does, by their keys."""
 
-    @abc.abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027 - DCP's files are opened for each chunk
+        """Let go of what is open."""
 
 
 class ForeignState(SavedState):
@@ -257,7 +257,7 @@ class ForeignState(SavedState):
             tensor = self.files.tensors.get(raw)
             full = f"{section}/{name}/{state}"
             if tensor is None:
-                scalars.setdefault(name, {})[state] = _plain(self.files.value_of(raw), full)
+                scalars.setdefault(name, {})[state] = encoded(self.files.value_of(raw), full)
             elif not tensor.shape:
                 self._add(f"{VALUES}{full}", raw)
                 scalars.setdefault(name, {})[state] = {"$tensor": f"{VALUES}{full}"}
@@ -266,7 +266,7 @@ class ForeignState(SavedState):
         groups = self._groups(f"{beginning}{GROUPS}", known, name_of, left)
         self.values["optimizers"][section] = {
             "class": None,  # which others do not save
-            "groups": _plain(groups, f"{section}/groups"),
+            "groups": encoded(groups, f"{section}/groups"),
             "scalars": scalars,
         }
 
@@ -435,14 +435,6 @@ def _is_state(key: str, known: Collection[str]) -> bool:
     return any(True for _ in _state_keys(key, known))
 
 
-def _plain(value: Any, name: str) -> Any:
-    return encoded(value, name, _refuse_tensor)
-
-
-def _refuse_tensor(name: str, value: torch.Tensor) -> None:
-    raise CheckpointError(f"{name}: is a tensor of shape {tuple(value.shape)} inside a value.")
-
-
 # Files of ``torch.save`` that hold whole state dicts
 
 _ENDS_NBYTES = 1 << 20
@@ -450,9 +442,6 @@ _ENDS_NBYTES = 1 << 20
 
 class TorchFile(ForeignFiles):
     """One file. Tensors are mapped, so only what is used is read."""
-
-    tensors: dict[str, SavedTensor]
-    paths: dict[str, tuple[str | int, ...]]
 
     def __init__(self, path: Path) -> None:
         self.location = path

@@ -16,15 +16,14 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.content import Models, Optimizers, held_by, named, section_names
 from fullshard.checkpoint.fit import (
     Load,
-    Source,
     check_allowed,
     check_fits,
     check_room,
     listed,
     other_shape,
-    state_nbytes,
 )
-from fullshard.checkpoint.opening import Location, check_same_files, opened
+from fullshard.checkpoint.folder import Location
+from fullshard.checkpoint.opening import check_same_files, opened
 from fullshard.checkpoint.optimizer import check_trained, trained_by
 from fullshard.checkpoint.optimizer_load import OptimizerLoad
 from fullshard.checkpoint.peers import Peers
@@ -60,17 +59,9 @@ class SavedValues:
 
     def __init__(self, state: SavedState, rank: int, num_ranks: int) -> None:
         self._state, self._rank, self._num_ranks = state, rank, num_ranks
-
-    @property
-    def _shared(self) -> Mapping[str, Any]:
-        """Extra state that is equal on all ranks, by key. What is not is in `_by_rank`, and nothing in both."""
-        shared: Mapping[str, Any] = self._state.values.get("extra", {})
-        return shared
-
-    @property
-    def _by_rank(self) -> Mapping[str, Mapping[str, Any]]:
-        by_rank: Mapping[str, Mapping[str, Any]] = self._state.values.get("extra_by_rank", {})
-        return by_rank
+        # Extra state by key: what is equal on all ranks, and what is not. Nothing is in both.
+        self._shared: Mapping[str, Any] = state.values.get("extra", {})
+        self._by_rank: Mapping[str, Mapping[str, Any]] = state.values.get("extra_by_rank", {})
 
     def decoded(self, tree: Any, tensor: Callable[[str], torch.Tensor] | None = None) -> Any:
         """Return a value of the manifest. tensor: returns a tensor that it names; a whole one if None."""
@@ -123,25 +114,18 @@ class SavedValues:
 
     def restore_random_states(self) -> list[str]:
         """Set this rank's random generators; return notes for its log."""
+        own = self._by_rank.get(RNG, {})
+        tree = self._shared.get(RNG, own.get(str(self._rank), own.get("0")))
+        if tree is None:
+            return ["the checkpoint has no states of random generators"]
         with naming_malformed(
             f"{self._state.location}: the states of random generators are",
             " Load with rng=False to leave them.",
         ):
-            return self._restore_random_states()
-
-    def _restore_random_states(self) -> list[str]:
-        if RNG in self._shared:
-            set_random_states(self.decoded(self._shared[RNG]))
-            return []
-        states = self._by_rank.get(RNG)
-        if states is None:
-            return ["the checkpoint has no states of random generators"]
-        own = states.get(str(self._rank))
-        if own is not None:
-            set_random_states(self.decoded(own))
+            set_random_states(self.decoded(tree))
+        if RNG in self._shared or str(self._rank) in own:
             return []
         # A rank more than saved: it begins a sequence of its own, the same in every such load.
-        set_random_states(self.decoded(states["0"]))
         seeds = torch.randint(2**31, (self._rank + 1,), device="cpu")
         torch.manual_seed(int(seeds[self._rank]))
         return [f"rank {self._rank} has new random generators: fewer ranks saved"]
@@ -202,12 +186,12 @@ def _is_sharded(tensor: Any) -> bool:
 class LoadPlan(NamedTuple):
     """What one rank loads.
 
-    holdings: memory, by the names that the files have for it. destinations: of optimizer state, with its scalars and
-    groups, None if it was not saved.
-    module_states: modules, and what each is given of its own. problems: what does not fit. notes: what a
-    reader of a log should know.
+    values: what is no tensor. holdings: memory, by the names that the files have for it. destinations: of
+    optimizer state, with its scalars and groups, None if it was not saved. module_states: modules, and what
+    each is given of its own. problems: what does not fit. notes: what a reader of a log should know.
     """
 
+    values: SavedValues
     holdings: list[Holding]
     destinations: list[tuple[OptimizerLoad, OptimizerValues | None]]
     module_states: list[tuple[nn.Module, Any]]
@@ -220,11 +204,9 @@ def plan_load(
     models: Mapping[str, nn.Module],
     optimizers: Mapping[str, torch.optim.Optimizer],
     extra: Collection[str],
-    values: SavedValues,
+    peers: Peers,
 ) -> LoadPlan:
-    """Compare what this rank holds with what was saved.
-
-    extra: keys that are asked for. values: of the state, as this rank gets them.
+    """Compare what this rank holds with what was saved. extra: keys that are asked for.
 
     Makes optimizer state that is not there yet, and changes no value. Raises StateError for an optimizer
     of other parameters.
@@ -233,6 +215,7 @@ def plan_load(
     holdings = held_by(structures, writes="load_checkpoint")
     trained = trained_by(structures, optimizers)
     state.find(_names_of(models, holdings, optimizers, trained, extra))
+    values = SavedValues(state, peers.rank, peers.size)  # which `find` may have changed
     found, problems, taken = _found(state, holdings)
     module_states, own_problems = match_module_states(structures, values.module_states())
     problems += own_problems
@@ -263,7 +246,7 @@ def plan_load(
     own_problems, own_notes = _of_sections(state, sections, needed, has_optimizers=bool(optimizers))
     fitting = [holding for holding in found if holding.name not in mismatched]
     return LoadPlan(
-        fitting, destinations, module_states, problems + own_problems, own_notes + notes
+        values, fitting, destinations, module_states, problems + own_problems, own_notes + notes
     )
 
 
@@ -469,22 +452,24 @@ def _load(
 ) -> LoadedCheckpoint:
     """Plan on all ranks, refuse on all what does not fit, read tensors, then hand on what is none."""
 
-    values = SavedValues(state, peers.rank, peers.size)
-
     def loads() -> Load:
         own = named(optimizers, "optimizer")
-        return Load(named(models, "model").values(), own.values(), state_nbytes(state.tensors, own))
+        state_nbytes = sum(
+            tensor.nbytes for name, tensor in state.tensors.items() if name.partition("/")[0] in own
+        )
+        return named(models, "model").values(), own.values(), state_nbytes
 
     def known() -> tuple[LoadPlan, list[str]]:
         own_optimizers = named(optimizers, "optimizer")
-        plan = plan_load(state, named(models, "model"), own_optimizers, extra, values)
-        values.check(extra)
+        plan = plan_load(state, named(models, "model"), own_optimizers, extra, peers)
+        plan.values.check(extra)
         return plan, plan.problems
 
     if not allowed & {"missing", "memory"}:  # what is missing is not written to
         check_room(peers, state.location, loads)
     plan, problems = peers.together_telling(known)
-    differing = check_fits(_source(state.location), problems, allowed)
+    advice = "Load the checkpoint of this model, or say in allow= what may differ."
+    differing = check_fits(state.location, "checkpoint", problems, allowed, advice=advice)
     nbytes = peers.together(lambda: _read(state, plan.holdings))
 
     def hand_on() -> tuple[dict[str, Any], list[str]]:
@@ -493,15 +478,15 @@ def _load(
                 destination.assign(*own, peers.rank)
         for module, own_state in plan.module_states:
             module.set_extra_state(own_state)
-        others = values.hand_on(extra)
-        return others, values.restore_random_states() if rng else []
+        others = plan.values.hand_on(extra)
+        return others, plan.values.restore_random_states() if rng else []
 
     others, notes = peers.together(hand_on)
     left_out = {*differing.get("missing", ()), *differing.get("unexpected", ())}
     return LoadedCheckpoint(
         state.location,
         state.values.get("step"),
-        values.decoded(state.values.get("metadata", {})),
+        plan.values.decoded(state.values.get("metadata", {})),
         others,
         len(plan.holdings),
         nbytes,
@@ -517,8 +502,3 @@ def _read(state: SavedState, holdings: Sequence[Holding]) -> int:
     state.read(wanted)
     tell_loaded(holdings)
     return sum(each.view.numel() * each.view.itemsize for each in wanted)
-
-
-def _source(location: Path | str) -> Source:
-    advice = "Load the checkpoint of this model, or say in allow= what may differ."
-    return Source(location, "checkpoint", advice)

@@ -17,23 +17,20 @@ import stat
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint.folder import (
+from fullshard.checkpoint.drafts import (
     LEFT_AFTER_S,
     TAG,
-    DataFile,
-    Draft,
-    Folder,
     Heartbeat,
-    NewFile,
     error_of_other_writer,
     error_of_taken,
     is_silent,
     new_tag,
     tag_of,
+    whole_of,
     writer_in,
 )
 from fullshard.checkpoint.manifest import MANIFEST
@@ -47,14 +44,24 @@ _WRITER_NBYTES = 512
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
-class LocalFolder(Folder):
-    """A directory on a filesystem that all ranks see."""
+class LocalFolder:
+    """A directory on a filesystem that all ranks see, of one checkpoint or of several.
+
+    reads_at_once: requests that pay off at the same time. request_nbytes: bytes to ask for in one.
+    """
+
+    reads_at_once = 4
+    request_nbytes = 1 << 20
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    def __str__(self) -> str:
+        return str(self.path)
+
     @property
     def location(self) -> Path:
+        """What users see: a path, or a URL."""
         return self.path
 
     @property
@@ -68,43 +75,63 @@ class LocalFolder(Folder):
         return self.path.is_dir()
 
     def size_of(self, name: str) -> int | None:
+        """Return the size of a file in bytes, None if it is not there."""
         path = self.path / name
         return path.stat().st_size if path.is_file() else None
 
     def has_lost_manifest(self) -> bool:
+        """Whether this was a complete checkpoint, and its manifest is gone. False if it cannot be known."""
         names = (path.name for path in self.path.glob("shard-*"))
         return not (self.path / MANIFEST).exists() and any(map(tag_of, names))
 
     def sizes(self) -> dict[str, int]:
+        """Return the sizes of all files in bytes, by name."""
         with os.scandir(self.path) as entries:
             return {each.name: each.stat().st_size for each in entries if each.is_file()}
 
-    def open_data(self, name: str) -> DataFile:
-        return _LocalData(self.path / name)
+    def open_data(self, name: str) -> "LocalData":
+        """Open a file for reading from several threads. Raises CheckpointError if it is not there, or is a link."""
+        return LocalData(self.path / name)
 
-    def create(self, name: str) -> NewFile:
-        return _NewLocalFile(self.path / name)
+    def read_small(self, name: str) -> bytes:
+        """Return a file's content. Raises as `open_data` does, and CheckpointError if it is not small."""
+        return whole_of(self.open_data(name), f"{self}/{name}")
+
+    def create(self, name: str) -> "NewLocalFile":
+        """Create a file that is not there yet."""
+        return NewLocalFile(self.path / name)
 
     def replace_small(self, name: str, content: bytes) -> None:
+        """Write a small file that may be there already: at any time it has the old or new content."""
         temporary = self.path / f".{name}.{os.getpid()}"
         temporary.unlink(missing_ok=True)
         write_durably(temporary, content)
         temporary.rename(self.path / name)
         sync_folder(self.path)
 
-    def children(self) -> list[Folder]:
+    def children(self) -> Sequence["LocalFolder"]:
+        """Return the folders in this one; links, and what was abandoned, are left out."""
         if not self.path.is_dir():
             return []
         found = (p for p in self.path.iterdir() if p.is_dir() and not p.is_symlink())
         return [LocalFolder(path) for path in sorted(found)]
 
-    def draft(self, tag: str, *, overwrite: bool) -> Draft:
+    def draft(self, tag: str, *, overwrite: bool) -> "LocalDraft":
+        """Begin to write a checkpoint of this name. tag: is part of its files' names.
+
+        Raises CheckpointError where another job is writing it, or one is there already and may not be replaced.
+        """
         return LocalDraft(self.path, tag, overwrite=overwrite)
 
     def sees_draft(self, tag: str) -> bool:
+        """Whether this process sees a draft's folder, which another one has made."""
         return self.path.is_dir()
 
     def remove(self) -> list[str]:
+        """Remove a checkpoint: first what makes it complete, in one step, then its files.
+
+        Returns the names of files that no save has written, which stay.
+        """
         if others := others_in(self.path, is_of_checkpoint):
             (self.path / MANIFEST).unlink()
             for path in self.path.iterdir():
@@ -117,6 +144,10 @@ class LocalFolder(Folder):
         return []
 
     def abandon(self, names: Sequence[str]) -> str:
+        """Take folders out of `children`, in a time that does not depend on their sizes.
+
+        Returns where they are from now on, for a message.
+        """
         for name in names:
             free, number = f"{name}.abandoned", 1
             while os.path.lexists(self.path / free):
@@ -126,7 +157,12 @@ class LocalFolder(Folder):
         sync_folder(self.path)
         return "renamed, with '.abandoned' at the end"
 
+    def abandoned(self) -> Collection[str]:
+        """Return the names in this folder that abandoned ones have kept."""
+        return ()
+
     def remove_left_over(self) -> None:
+        """Remove what saves that died, and removals, have left in this folder."""
         for partial in _marked_folders(self.path, _PARTIAL):
             if not _is_being_written(partial, may_wait=False):
                 _discard_partial(partial, is_of_checkpoint)
@@ -134,7 +170,7 @@ class LocalFolder(Folder):
             discard(nameless, is_of_checkpoint)
 
 
-class _LocalData(DataFile):
+class LocalData:
     """A regular file. A link may lead anywhere, so it is refused."""
 
     def __init__(self, path: Path) -> None:
@@ -153,6 +189,7 @@ class _LocalData(DataFile):
         self.nbytes = facts.st_size
 
     def read_into(self, out: memoryview, position: int) -> int:
+        """Fill memory from a position on; return how many bytes there were."""
         done = 0
         while done < len(out):
             count = os.preadv(self._descriptor, [out[done:]], position + done)
@@ -165,7 +202,9 @@ class _LocalData(DataFile):
         os.close(self._descriptor)
 
 
-class _NewLocalFile(NewFile):
+class NewLocalFile:
+    """A file that is being written."""
+
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._path = path
@@ -186,6 +225,7 @@ class _NewLocalFile(NewFile):
             os.posix_fadvise(self._descriptor, start, self._nbytes - start, os.POSIX_FADV_DONTNEED)
 
     def finish(self) -> None:
+        """Return once all of it is stored for good."""
         try:
             with self._naming():
                 os.fsync(self._descriptor)
@@ -193,6 +233,7 @@ class _NewLocalFile(NewFile):
             os.close(self._descriptor)
 
     def discard(self) -> None:
+        """Close it after an error. What was written may stay, for `LocalDraft.give_up`."""
         os.close(self._descriptor)
 
     @contextlib.contextmanager
@@ -204,8 +245,11 @@ class _NewLocalFile(NewFile):
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
 
-class LocalDraft(Draft):
-    """A partial folder beside the checkpoint's place, until it gets the checkpoint's name."""
+class LocalDraft:
+    """A partial folder beside the checkpoint's place, until it gets the checkpoint's name. Used by rank 0.
+
+    folder: where all ranks write their files.
+    """
 
     def __init__(self, target: Path, tag: str, *, overwrite: bool) -> None:
         if not target.name:
@@ -222,13 +266,13 @@ class LocalDraft(Draft):
         _drafts.add(self)
         # It may outlive this process.
         AFTER_FORK.add(_leave_to_parent, "locks of checkpoints under way are the parent's")
-        with contextlib.suppress(
-            OSError
-        ):  # some filesystems have no locks; the beats are seen there
+        with contextlib.suppress(OSError):
+            # Some filesystems have no locks; the beats are seen there.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._heart = Heartbeat(self._tell)
 
     def complete(self, manifest: bytes, names: list[str]) -> None:
+        """Make it the checkpoint of its name, once all files (``names``) are stored."""
         replaces = self.check_target()
         write_durably(self.path / MANIFEST, manifest)
         sync_folder(self.path)
@@ -257,6 +301,7 @@ class LocalDraft(Draft):
         self.release()
 
     def give_up(self) -> None:
+        """Remove what has been written."""
         self._heart.stop()
         self.release()
         shutil.rmtree(self.path, ignore_errors=True)

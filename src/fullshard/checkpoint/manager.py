@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 
 from fullshard.checkpoint.content import Models, Optimizers
-from fullshard.checkpoint.folder import Folder
+from fullshard.checkpoint.folder import Folder, Location, folder_at
 from fullshard.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from fullshard.checkpoint.manifest import MANIFEST, loads
-from fullshard.checkpoint.opening import Location, folder_at
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.save import (
     PendingSave,
@@ -382,9 +381,8 @@ class CheckpointManager:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous[number]
-        if (
-            self._closed or not self._hears
-        ):  # a later one gave the signal back: it goes further back
+        if self._closed or not self._hears:
+            # A later one gave the signal back: it goes further back.
             set_signal(number, previous)
             os.kill(os.getpid(), number)
             return

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.folder import is_small
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.plan.boxes import Box, tiling_fault
 from fullshard.plan.layout import Shape
@@ -54,7 +53,9 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}\.safetensors")
 _LARGEST = 2**62  # of any number in a manifest
-# Of what is in memory as a whole. A header: as the safetensors library has it.
+# Of what is in memory as a whole. A manifest has about 20 bytes for each MiB of tensors, and 150 for each piece of
+# one. A header: as the safetensors library has it.
+_MOST_SMALL_NBYTES = 4 << 30
 _LARGEST_HEADER_NBYTES = 100_000_000
 _LARGEST_BLOCK_NBYTES = 1 << 30
 _PLACEHOLDER = "0" * 16
@@ -127,6 +128,11 @@ class Manifest:
         return piece.box.numel * tensor.dtype.itemsize
 
 
+def is_small(nbytes: int) -> bool:
+    """Whether a file of this size is read, and so written, as a whole."""
+    return nbytes <= _MOST_SMALL_NBYTES
+
+
 def dtype_name(dtype: torch.dtype, tensor: str) -> str:
     """Return a dtype's name in files. Raises CheckpointError for one that safetensors lacks."""
     name = DTYPE_NAMES.get(dtype)
@@ -186,26 +192,28 @@ def loads(data: bytes, where: str) -> Manifest:
     """
     head = re.match(rb'\{"checksum":"%s:([0-9a-f]{16})"' % CHECKSUM.encode(), data)
     if head is None:
-        raise _damaged(where, "does not begin with a checksum, so it is damaged or no manifest")
+        raise _refused(
+            where,
+            "does not begin with a checksum, so it is damaged or no manifest",
+            DamagedCheckpointError,
+        )
     zeroed = data[: head.start(1)] + _PLACEHOLDER.encode() + data[head.end(1) :]
     if checksum(zeroed).encode() != head[1]:
-        raise _damaged(where, "is damaged: its content does not match its checksum")
+        raise _refused(
+            where, "is damaged: its content does not match its checksum", DamagedCheckpointError
+        )
     try:
         content = json.loads(
             data, parse_constant=_refuse_constant, object_pairs_hook=_without_repeats
         )
-    except ValueError as error:
-        raise _refused(where, f"is no JSON: {error}") from error
+        return _manifest(content)
+    except CheckpointError as error:
+        raise _refused(where, str(error)) from error
     except RecursionError as error:
         raise _refused(where, "is nested too deep") from error
-    reader = _Reader(where)
-    try:
-        return reader.manifest(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise _refused(
-            where, f"lacks what every manifest has, or has it otherwise ({error!r})"
+            where, f"is no JSON, or lacks what every manifest has, or has it otherwise ({error!r})"
         ) from error
 
 
@@ -230,12 +238,10 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _ADVICE = " Load another checkpoint, or restore this one."
 
 
-def _damaged(where: str, what: str) -> CheckpointError:
-    return DamagedCheckpointError(str(_refused(where, what)))
-
-
-def _refused(where: str, what: str) -> CheckpointError:
-    return CheckpointError(f"{where}: {what}.{_ADVICE}")
+def _refused(
+    where: str, what: str, kind: type[CheckpointError] = CheckpointError
+) -> CheckpointError:
+    return kind(f"{where}: {what}.{_ADVICE}")
 
 
 def _tensor_fields(name: str, tensor: TensorEntry) -> dict[str, Any]:
@@ -259,159 +265,158 @@ def _tensor_fields(name: str, tensor: TensorEntry) -> dict[str, Any]:
     return fields
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Reader:
-    """Turns what JSON holds into a manifest, and refuses what cannot be."""
-
-    where: str
-
-    def manifest(self, content: dict[str, Any]) -> Manifest:
-        if content["format"] != FORMAT:
-            raise _refused(self.where, f"is of the format {content['format']!r}, not {FORMAT!r}")
-        version = self.number(content["version"], "version")
-        if version != VERSION:
-            raise _refused(
-                self.where, f"is of version {version}, and this fullshard reads version {VERSION}"
-            )
-        block_nbytes = self.number(content["block_nbytes"], "block_nbytes")
-        if not 1 <= block_nbytes <= _LARGEST_BLOCK_NBYTES:
-            raise _refused(self.where, f"has blocks of {block_nbytes} bytes")
-        files = tuple(self.file(fields) for fields in content["files"])
-        if len({file.name for file in files}) != len(files):
-            raise _refused(self.where, "names a file twice")
-        tensors = {
-            name: self.tensor(name, fields, files, block_nbytes)
-            for name, fields in content["tensors"].items()
-        }
-        self.check_apart(files, tensors)
-        self.check_values(content, tensors)
-        known = {"checksum", "format", "version", "block_nbytes", "files", "tensors"}
-        values = {key: value for key, value in content.items() if key not in known}
-        return Manifest(files, tensors, values, block_nbytes)
-
-    def file(self, fields: dict[str, Any]) -> FileEntry:
-        name = fields["name"]
-        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
-            raise _refused(self.where, f"names the file {name!r}, which is none of a checkpoint's")
-        nbytes = self.number(fields["nbytes"], name)
-        header = self.number(fields["header_nbytes"], name)
-        if not 8 <= header <= min(nbytes, _LARGEST_HEADER_NBYTES):
-            raise _refused(
-                self.where, f"says of {name} that its header has {header} bytes of {nbytes}"
-            )
-        return FileEntry(name, nbytes, header, self.digits(fields["header_checksum"], name))
-
-    def tensor(
-        self, name: str, fields: dict[str, Any], files: Sequence[FileEntry], block_nbytes: int
-    ) -> TensorEntry:
-        shape = self.shape(fields["shape"], name)
-        dtype = DTYPES.get(fields["dtype"])
-        if dtype is None:
-            raise _refused(self.where, f"{name} is of the unknown dtype {fields['dtype']!r}")
-        pieces = tuple(
-            self.piece(name, each, shape, dtype, files, block_nbytes) for each in fields["pieces"]
+def _manifest(content: dict[str, Any]) -> Manifest:
+    if content["format"] != FORMAT:
+        raise CheckpointError(f"is of the format {content['format']!r}, not {FORMAT!r}")
+    version = _number(content["version"], "version")
+    if version != VERSION:
+        raise CheckpointError(
+            f"is of version {version}, and this fullshard reads version {VERSION}"
         )
-        # Before the tiling, whose cost and answer depend on shapes: bytes that are there bound both.
-        if math.prod(shape) != sum(piece.box.numel for piece in pieces):
-            raise _refused(self.where, f"{name}: its pieces have not as many elements as {shape}")
-        if fault := tiling_fault(shape, [piece.box for piece in pieces]):
-            raise _refused(self.where, f"{name}: {fault}")
-        aliases = tuple(str(each) for each in fields.get("aliases", ()))
-        return TensorEntry(shape, dtype, aliases, str(fields.get("placement", "")), pieces)
+    block_nbytes = _number(content["block_nbytes"], "block_nbytes")
+    if not 1 <= block_nbytes <= _LARGEST_BLOCK_NBYTES:
+        raise CheckpointError(f"has blocks of {block_nbytes} bytes")
+    files = tuple(_file(fields) for fields in content["files"])
+    if len({file.name for file in files}) != len(files):
+        raise CheckpointError("names a file twice")
+    tensors = {
+        name: _tensor(name, fields, files, block_nbytes)
+        for name, fields in content["tensors"].items()
+    }
+    _check_apart(files, tensors)
+    _check_values(content, tensors)
+    known = {"checksum", "format", "version", "block_nbytes", "files", "tensors"}
+    values = {key: value for key, value in content.items() if key not in known}
+    return Manifest(files, tensors, values, block_nbytes)
 
-    def piece(
-        self,
-        name: str,
-        fields: dict[str, Any],
-        shape: Shape,
-        dtype: torch.dtype,
-        files: Sequence[FileEntry],
-        block_nbytes: int,
-    ) -> FilePiece:
-        box = Box(self.shape(fields["offset"], name), self.shape(fields["shape"], name))
-        inside = len(box.offset) == len(box.shape) == len(shape) and all(
-            start + size <= extent
-            for start, size, extent in zip(box.offset, box.shape, shape, strict=True)
-        )
-        if not inside:
-            raise _refused(self.where, f"{name}: {box} is not inside a tensor of shape {shape}")
-        file, start = self.number(fields["file"], name), self.number(fields["start"], name)
-        nbytes = box.numel * dtype.itemsize
-        if file >= len(files) or not (
-            files[file].header_nbytes <= start <= start + nbytes <= files[file].nbytes
-        ):
-            raise _refused(self.where, f"{name}: {box} is outside of its file")
-        checksums = tuple(self.digits(each, name) for each in fields["checksums"])
-        if len(checksums) != -(-nbytes // block_nbytes):
-            raise _refused(self.where, f"{name}: {box} has not one checksum a block")
-        return FilePiece(box, file, start, checksums)
 
-    def check_values(self, content: dict[str, Any], tensors: Mapping[str, TensorEntry]) -> None:
-        """Refuse values of another form than loading takes for granted."""
-        step = content.get("step")
-        if step is not None and type(step) is not int:
-            raise _refused(self.where, f"has the step {step!r:.80}, which is no number of steps")
-        for key in ("metadata", "extra", "extra_by_rank", "optimizers", "versions"):
-            if not isinstance(content.get(key, {}), dict):
-                raise _refused(self.where, f"its {key} is no object")
-        for key, own in content.get("extra_by_rank", {}).items():
-            if not isinstance(own, dict) or not all(map(str.isdigit, own)):
-                raise _refused(self.where, f"its extra_by_rank has {key} not by ranks")
-        for section, own in content.get("optimizers", {}).items():
-            scalars, groups = own["scalars"], own["groups"]
-            is_right = (
-                all(isinstance(each, dict) for each in (own, scalars, *scalars.values()))
-                and all(_is_dict(each) for each in scalars.values())
-                and isinstance(own.get("class"), str | None)
-                and isinstance(groups, list)
-                and all(
-                    isinstance(g["params"], list)
-                    and all(isinstance(name, str) for name in g["params"])
-                    and _is_dict(g["options"])
-                    for g in groups
-                )
+def _file(fields: dict[str, Any]) -> FileEntry:
+    name = fields["name"]
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+        raise CheckpointError(f"names the file {name!r}, which is none of a checkpoint's")
+    nbytes = _number(fields["nbytes"], name)
+    header = _number(fields["header_nbytes"], name)
+    if not 8 <= header <= min(nbytes, _LARGEST_HEADER_NBYTES):
+        raise CheckpointError(f"says of {name} that its header has {header} bytes of {nbytes}")
+    return FileEntry(name, nbytes, header, _digits(fields["header_checksum"], name))
+
+
+def _tensor(
+    name: str, fields: dict[str, Any], files: Sequence[FileEntry], block_nbytes: int
+) -> TensorEntry:
+    shape = _shape(fields["shape"], name)
+    dtype = DTYPES.get(fields["dtype"])
+    if dtype is None:
+        raise CheckpointError(f"{name} is of the unknown dtype {fields['dtype']!r}")
+    pieces = tuple(
+        _piece(name, each, shape, dtype, files, block_nbytes) for each in fields["pieces"]
+    )
+    # Before the tiling, whose cost and answer depend on shapes: bytes that are there bound both.
+    if math.prod(shape) != sum(piece.box.numel for piece in pieces):
+        raise CheckpointError(f"{name}: its pieces have not as many elements as {shape}")
+    if fault := tiling_fault(shape, [piece.box for piece in pieces]):
+        raise CheckpointError(f"{name}: {fault}")
+    aliases = tuple(str(each) for each in fields.get("aliases", ()))
+    return TensorEntry(shape, dtype, aliases, str(fields.get("placement", "")), pieces)
+
+
+def _piece(
+    name: str,
+    fields: dict[str, Any],
+    shape: Shape,
+    dtype: torch.dtype,
+    files: Sequence[FileEntry],
+    block_nbytes: int,
+) -> FilePiece:
+    box = Box(_shape(fields["offset"], name), _shape(fields["shape"], name))
+    inside = len(box.offset) == len(box.shape) == len(shape) and all(
+        start + size <= extent
+        for start, size, extent in zip(box.offset, box.shape, shape, strict=True)
+    )
+    if not inside:
+        raise CheckpointError(f"{name}: {box} is not inside a tensor of shape {shape}")
+    file, start = _number(fields["file"], name), _number(fields["start"], name)
+    nbytes = box.numel * dtype.itemsize
+    if file >= len(files) or not (
+        files[file].header_nbytes <= start <= start + nbytes <= files[file].nbytes
+    ):
+        raise CheckpointError(f"{name}: {box} is outside of its file")
+    checksums = tuple(_digits(each, name) for each in fields["checksums"])
+    if len(checksums) != -(-nbytes // block_nbytes):
+        raise CheckpointError(f"{name}: {box} has not one checksum a block")
+    return FilePiece(box, file, start, checksums)
+
+
+def _check_values(content: dict[str, Any], tensors: Mapping[str, TensorEntry]) -> None:
+    """Refuse values of another form than loading takes for granted."""
+    step = content.get("step")
+    if step is not None and type(step) is not int:
+        raise CheckpointError(f"has the step {step!r:.80}, which is no number of steps")
+    for key in ("metadata", "extra", "extra_by_rank", "optimizers", "versions"):
+        if not isinstance(content.get(key, {}), dict):
+            raise CheckpointError(f"its {key} is no object")
+    for key, own in content.get("extra_by_rank", {}).items():
+        if not isinstance(own, dict) or not all(map(str.isdigit, own)):
+            raise CheckpointError(f"its extra_by_rank has {key} not by ranks")
+    for section, own in content.get("optimizers", {}).items():
+        scalars, groups = own["scalars"], own["groups"]
+        is_right = (
+            all(isinstance(each, dict) for each in (own, scalars, *scalars.values()))
+            and all(_is_dict(each) for each in scalars.values())
+            and isinstance(own.get("class"), str | None)
+            and isinstance(groups, list)
+            and all(
+                isinstance(g["params"], list)
+                and all(isinstance(name, str) for name in g["params"])
+                and _is_dict(g["options"])
+                for g in groups
             )
-            if not is_right:
-                raise _refused(self.where, f"{section}: its groups or scalars are of no known form")
-        sections = {name.partition("/")[0] for name in tensors}
-        for section in sections - {*content.get("optimizers", {})}:
-            if section.partition(".")[0] == "optimizer":
-                raise _refused(self.where, f"has tensors of {section}, and not its groups")
-        names = [*tensors, *(alias for each in tensors.values() for alias in each.aliases)]
-        if len(set(names)) < len(names):
-            raise _refused(self.where, "gives two tensors the same name")
+        )
+        if not is_right:
+            raise CheckpointError(f"{section}: its groups or scalars are of no known form")
+    sections = {name.partition("/")[0] for name in tensors}
+    for section in sections - {*content.get("optimizers", {})}:
+        if section.partition(".")[0] == "optimizer":
+            raise CheckpointError(f"has tensors of {section}, and not its groups")
+    names = [*tensors, *(alias for each in tensors.values() for alias in each.aliases)]
+    if len(set(names)) < len(names):
+        raise CheckpointError("gives two tensors the same name")
 
-    def check_apart(self, files: Sequence[FileEntry], tensors: Mapping[str, TensorEntry]) -> None:
-        """Refuse pieces that share bytes of a file."""
-        ranges: list[list[tuple[int, int, str]]] = [[] for _ in files]
-        for name, tensor in tensors.items():
-            for piece in tensor.pieces:
-                stop = piece.start + piece.box.numel * tensor.dtype.itemsize
-                if stop > piece.start:
-                    ranges[piece.file].append((piece.start, stop, name))
-        for file, found in zip(files, ranges, strict=True):
-            found.sort()
-            for (_, stop, name), (start, _, other) in itertools.pairwise(found):
-                if start < stop:
-                    raise _refused(self.where, f"{name} and {other} share bytes of {file.name}")
 
-    def shape(self, numbers: Any, name: str) -> Shape:
-        if not isinstance(numbers, list) or len(numbers) > 64:
-            raise _refused(self.where, f"{name}: {numbers!r:.80} is no shape")
-        shape = tuple(self.number(each, name) for each in numbers)
-        if math.prod(shape) > _LARGEST:
-            raise _refused(self.where, f"{name}: the shape {shape} is too large for any tensor")
-        return shape
+def _check_apart(files: Sequence[FileEntry], tensors: Mapping[str, TensorEntry]) -> None:
+    """Refuse pieces that share bytes of a file."""
+    ranges: list[list[tuple[int, int, str]]] = [[] for _ in files]
+    for name, tensor in tensors.items():
+        for piece in tensor.pieces:
+            stop = piece.start + piece.box.numel * tensor.dtype.itemsize
+            if stop > piece.start:
+                ranges[piece.file].append((piece.start, stop, name))
+    for file, found in zip(files, ranges, strict=True):
+        found.sort()
+        for (_, stop, name), (start, _, other) in itertools.pairwise(found):
+            if start < stop:
+                raise CheckpointError(f"{name} and {other} share bytes of {file.name}")
 
-    def number(self, value: Any, name: str) -> int:
-        if type(value) is not int or not 0 <= value <= _LARGEST:
-            raise _refused(self.where, f"{name}: {value!r:.80} is no size")
-        return value
 
-    def digits(self, value: Any, name: str) -> str:
-        if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{16}", value):
-            raise _refused(self.where, f"{name}: {value!r:.80} is no checksum")
-        return value
+def _shape(numbers: Any, name: str) -> Shape:
+    if not isinstance(numbers, list) or len(numbers) > 64:
+        raise CheckpointError(f"{name}: {numbers!r:.80} is no shape")
+    shape = tuple(_number(each, name) for each in numbers)
+    if math.prod(shape) > _LARGEST:
+        raise CheckpointError(f"{name}: the shape {shape} is too large for any tensor")
+    return shape
+
+
+def _number(value: Any, name: str) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        raise CheckpointError(f"{name}: {value!r:.80} is no size")
+    return value
+
+
+def _digits(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{16}", value):
+        raise CheckpointError(f"{name}: {value!r:.80} is no checksum")
+    return value
 
 
 def blocks_of(nbytes: int, block_nbytes: int) -> Iterator[tuple[int, int]]:

@@ -23,19 +23,16 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from fullshard.checkpoint.folder import (
+from fullshard.checkpoint.drafts import (
     LEFT_AFTER_S,
     TAG,
-    DataFile,
-    Draft,
-    Folder,
     Heartbeat,
-    NewFile,
     error_of_other_writer,
     error_of_taken,
     is_silent,
     new_tag,
     tag_of,
+    whole_of,
     writer_in,
 )
 from fullshard.checkpoint.manifest import MANIFEST
@@ -87,14 +84,17 @@ def _naming(url: str, doing: str) -> Iterator[None]:
         ) from error
 
 
-class ObjectFolder(Folder):
-    """The objects under a prefix."""
+class ObjectFolder:
+    """The objects under a prefix, as `LocalFolder` is a directory."""
 
     reads_at_once = 16  # each waits for the network
     request_nbytes = 8 << 20
 
     def __init__(self, files: Any, root: str, url: str) -> None:
         self.files, self.root, self.url = files, root, url
+
+    def __str__(self) -> str:
+        return self.url
 
     @property
     def location(self) -> str:
@@ -111,7 +111,7 @@ class ObjectFolder(Folder):
         return bool(self.entries())
 
     def size_of(self, name: str) -> int | None:
-        self._forget()
+        self.files.invalidate_cache()
         try:
             with _naming(f"{self.url}/{name}", "looking for it"):
                 size: int = self.files.info(f"{self.root}/{name}")["size"]
@@ -127,11 +127,14 @@ class ObjectFolder(Folder):
     def sizes(self) -> dict[str, int]:
         return {_base(each): each["size"] for each in self.entries() if each["type"] == "file"}
 
-    def open_data(self, name: str) -> DataFile:
-        return _ObjectData(self, name)
+    def open_data(self, name: str) -> "ObjectData":
+        return ObjectData(self, name)
 
-    def create(self, name: str) -> NewFile:
-        return _NewObject(self, name)
+    def read_small(self, name: str) -> bytes:
+        return whole_of(self.open_data(name), f"{self}/{name}")
+
+    def create(self, name: str) -> "NewObject":
+        return NewObject(self, name)
 
     def replace_small(self, name: str, content: bytes) -> None:
         with _naming(f"{self.url}/{name}", "writing"):
@@ -154,7 +157,7 @@ class ObjectFolder(Folder):
                     raise
                 self.replace_small(name, content)  # a server that speaks S3, but for conditions
 
-    def children(self) -> list[Folder]:
+    def children(self) -> Sequence["ObjectFolder"]:
         entries = self.entries()
         names = {_base(each): each["type"] for each in entries}
         left_out = self.abandoned() if _ABANDONED in names else ()
@@ -164,14 +167,14 @@ class ObjectFolder(Folder):
             if kind == "directory" and name not in left_out
         ]
 
-    def draft(self, tag: str, *, overwrite: bool) -> Draft:
+    def draft(self, tag: str, *, overwrite: bool) -> "ObjectDraft":
         return ObjectDraft(self, tag, overwrite=overwrite)
 
     def sees_draft(self, tag: str) -> bool:
         return self.size_of(_writer_name(tag)) is not None
 
     def remove(self) -> list[str]:
-        names = self.files_here()
+        names = [*self.sizes()]
         self.replace_small(mark := f"removed-{new_tag()}.json", b"{}")
         self.delete(*dict.fromkeys((MANIFEST, *filter(_is_ours, names), mark)))
         return [name for name in names if not _is_ours(name)]
@@ -198,7 +201,6 @@ class ObjectFolder(Folder):
 
     def remove_left_over(self) -> None:
         for child in self.children():
-            assert isinstance(child, ObjectFolder)
             names = {_base(each): each["type"] for each in child.entries()}
             if MANIFEST in names or not all(map(_is_ours, names)) or "directory" in names.values():
                 continue
@@ -208,11 +210,9 @@ class ObjectFolder(Folder):
             if all(map(child.is_old, may_live)) and child.size_of(MANIFEST) is None:
                 child.delete(*(name for name in names if name not in marks), *marks)
 
-    # For drafts
-
     def entries(self) -> list[dict[str, Any]]:
         """Return what lies directly under the prefix, as fsspec describes it."""
-        self._forget()
+        self.files.invalidate_cache()
         try:
             with _naming(self.url, "listing"):
                 found: list[dict[str, Any]] = self.files.ls(self.root, detail=True)
@@ -222,9 +222,6 @@ class ObjectFolder(Folder):
             raise
         # Stores list the prefix itself too where somebody has made it an object.
         return [each for each in found if each["name"].strip("/") != self.root.strip("/")]
-
-    def files_here(self) -> list[str]:
-        return [*self.sizes()]
 
     def delete(self, *names: str) -> None:
         with _naming(self.url, "removing files"):
@@ -239,9 +236,6 @@ class ObjectFolder(Folder):
         except Exception:  # a store without times, or an object that has gone meanwhile
             return False
         return bool(time.time() - changed.timestamp() > LEFT_AFTER_S)
-
-    def _forget(self) -> None:
-        self.files.invalidate_cache()
 
 
 def _writer_name(tag: str) -> str:
@@ -259,7 +253,7 @@ def _is_ours(name: str) -> bool:
     return bool(_WRITER.fullmatch(name) or _REMOVED.fullmatch(name))
 
 
-class _ObjectData(DataFile):
+class ObjectData:
     """An object, of which each read is a request."""
 
     def __init__(self, folder: ObjectFolder, name: str) -> None:
@@ -293,7 +287,7 @@ class _ObjectData(DataFile):
         pass
 
 
-class _NewObject(NewFile):
+class NewObject:
     """An object that is there once `finish` returns: until then a store keeps its parts apart."""
 
     def __init__(self, folder: ObjectFolder, name: str) -> None:
@@ -315,7 +309,7 @@ class _NewObject(NewFile):
             self._file.discard()
 
 
-class ObjectDraft(Draft):
+class ObjectDraft:
     """Files at their place, without a manifest yet."""
 
     def __init__(self, target: ObjectFolder, tag: str, *, overwrite: bool) -> None:
@@ -333,14 +327,13 @@ class ObjectDraft(Draft):
             raise self._sooner()
         self._put(manifest)
         self._heart.stop()
-        with contextlib.suppress(
-            CheckpointError
-        ):  # it is complete, whatever is left of the old one
+        with contextlib.suppress(CheckpointError):
+            # It is complete, whatever is left of the old one.
             self._target.delete(*(n for n in left if n not in names), _writer_name(self._tag))
 
     def _left_behind(self) -> list[str]:
         """Return the objects here that no save is writing: of the checkpoint to replace, and of dead ones."""
-        names = self._target.files_here()
+        names = [*self._target.sizes()]
         alive = {match[1] for match in map(_WRITER.fullmatch, names) if match} | {self._tag}
         return [
             name
@@ -377,7 +370,7 @@ class ObjectDraft(Draft):
         self._heart.stop()
         if self._may_be_complete:
             return
-        own = [name for name in self._target.files_here() if tag_of(name) == self._tag]
+        own = [name for name in self._target.sizes() if tag_of(name) == self._tag]
         self._target.delete(*own, _writer_name(self._tag))
 
     def _tell(self, text: bytes) -> None:
@@ -398,7 +391,7 @@ class ObjectDraft(Draft):
         return None
 
     def _refuse_other_writer(self) -> None:
-        for match in filter(None, map(_WRITER.fullmatch, self._target.files_here())):
+        for match in filter(None, map(_WRITER.fullmatch, self._target.sizes())):
             writer, tag = match[0], match[1]
             who = self._content(writer)
             if who is None:  # it has ended
@@ -407,7 +400,7 @@ class ObjectDraft(Draft):
                 raise error_of_other_writer(self._target, writer_in(who))
             # It may have died, or lost its mark alone, once its manifest was there.
             complete = (self._content(MANIFEST) or b"").decode(errors="replace")
-            names = [name for name in self._target.files_here() if tag_of(name) == tag]
+            names = [name for name in self._target.sizes() if tag_of(name) == tag]
             self._target.delete(*(n for n in names if f'"{n}"' not in complete), writer)
         self._old = self._check_target()
 

@@ -204,19 +204,10 @@ def manifest_values(local: LocalState, scalars: Scalars, section: str) -> dict[s
     """Return what a manifest has of an optimizer that is no tensor. Raises CheckpointError if it cannot."""
     return {
         "class": local.kind,
-        "groups": encoded(local.groups, f"{section}/groups", _refuse_tensor),
+        "groups": encoded(local.groups, f"{section}/groups"),
         # Name by name: a parameter's may begin with "$".
-        "scalars": {
-            name: encoded(own, f"{section}/{name}", _refuse_tensor) for name, own in scalars.items()
-        },
+        "scalars": {name: encoded(own, f"{section}/{name}") for name, own in scalars.items()},
     }
-
-
-def _refuse_tensor(name: str, tensor: torch.Tensor) -> None:
-    raise CheckpointError(
-        f"{name} is a tensor of shape {tuple(tensor.shape)} inside a value. An optimizer's state may hold "
-        "tensors, its options and lists may not."
-    )
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

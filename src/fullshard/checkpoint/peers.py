@@ -62,9 +62,8 @@ class Peers:
         """Leave word that this rank has come to a call, for the error where another one never does."""
         if self.group is not None:
             self._number = _numbers[self.group] = _numbers.get(self.group, 0) + 1
-            with contextlib.suppress(
-                Exception
-            ):  # it only serves the message, and a store may be unusual
+            with contextlib.suppress(Exception):
+                # It only serves the message, and a store may be unusual.
                 store_in_time().set(
                     _CAME.format(self.group.group_name, self.rank), str(self._number)
                 )

@@ -28,21 +28,26 @@ from fullshard.checkpoint.content import (
     LocalContent,
     Models,
     Optimizers,
-    Stage,
     Told,
     agreed_content,
     content_of,
     named,
     section_names,
-    to_write,
 )
+from fullshard.checkpoint.drafts import new_tag
 from fullshard.checkpoint.fit import check_copies
-from fullshard.checkpoint.folder import Draft, Folder, new_tag
-from fullshard.checkpoint.manifest import FileEntry, FilePiece, Manifest, TensorEntry, readable
-from fullshard.checkpoint.opening import Location, folder_at
+from fullshard.checkpoint.folder import Draft, Folder, Location, folder_at
+from fullshard.checkpoint.manifest import (
+    FileEntry,
+    FilePiece,
+    Manifest,
+    SavedTensor,
+    TensorEntry,
+    readable,
+)
 from fullshard.checkpoint.peers import Peers, said
 from fullshard.checkpoint.values import encoded
-from fullshard.checkpoint.write import ToWrite, WrittenFiles, write_files
+from fullshard.checkpoint.write import WrittenFiles, write_files
 from fullshard.engine.checks.optimizers import known, num_updates
 from fullshard.engine.unit import comms_of
 from fullshard.errors import CheckpointError, FullshardError
@@ -52,6 +57,8 @@ from fullshard.process_hooks import at_exit, collector_waits, start_thread
 from fullshard.state.holdings import is_ddp
 from fullshard.state.structure import Structure, structure_of
 from fullshard.versions import VERSION
+
+Tensors = Mapping[str, SavedTensor]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,53 +93,32 @@ class SaveRequest:
     overwrite: bool = False
     then: Callable[[], object] | None = None
 
-
-class Moments(NamedTuple):
-    """At which places of the program a rank is, by what counts them.
-
-    Numbers are the same on all ranks that count one thing. Of models that nothing keeps equal, nobody knows.
-
-    places: what each group has done together, and how often each optimizer that is saved has stepped, in words too.
-    updates: for each group, `num_updates` of all that its units train, in their order; runs of equal ones, with
-        their lengths.
-    """
-
-    places: dict[str, tuple[int, str]]
-    updates: dict[str, list[tuple[int | None, int]]]
+    def saved(self, nbytes: int, *, begun: float, stall_seconds: float) -> SavedCheckpoint:
+        """Return what users are told of it. begun: when, by ``time.perf_counter``."""
+        seconds = time.perf_counter() - begun
+        return SavedCheckpoint(
+            folder_at(self.path).location, self.step, nbytes, seconds, stall_seconds
+        )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Captured:
+# At which places of the program a rank is, by what counts them: in words, and as runs of equal numbers with their
+# lengths. Numbers are the same on all ranks that count one thing. Of models that nothing keeps equal, nobody knows.
+Moments = dict[str, tuple[str, list[tuple[int | None, int]]]]
+
+
+class Captured(NamedTuple):
     """What one rank alone brings to a save."""
 
-    request: SaveRequest
     target: Folder
     content: LocalContent
     moments: Moments
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SaveJob:
+class SaveJob(NamedTuple):
     """What one rank writes, once it is decided."""
 
-    request: SaveRequest
     target: Folder
-    items: Sequence[ToWrite]
-    tensors: Mapping[str, dict[str, Any]]
     content: Content
-
-    def staged(self, stage: Stage) -> "SaveJob":
-        """Return the same over copies, which training does not change."""
-        copies = stage([item.view for item in self.items])
-        items = [item._replace(view=copy) for item, copy in zip(self.items, copies, strict=True)]
-        return dataclasses.replace(self, items=items)
-
-    def saved(self, nbytes: int, *, begun: float, stall_seconds: float) -> SavedCheckpoint:
-        """Return what users are told of it. begun: when, by ``time.perf_counter``."""
-        seconds = time.perf_counter() - begun
-        return SavedCheckpoint(
-            folder_at(self.request.path).location, self.request.step, nbytes, seconds, stall_seconds
-        )
 
 
 @torch.no_grad()
@@ -159,58 +145,53 @@ def capture(request: SaveRequest) -> Captured:
     content = content_of(structures, optimizers, request.extra, rng=request.rng)
     # Reading all values takes as long as copying them. DistributedDataParallel keeps them equal.
     every = request.model.values() if isinstance(request.model, Mapping) else [request.model]
-    values = {"step": encoded(request.step, "step", _refuse), "metadata": metadata}
+    values = {"step": encoded(request.step, "step"), "metadata": metadata}
     content = dataclasses.replace(content, compares=not all(map(is_ddp, every)), given=values)
-    return Captured(request, target, content, _moments(structures, optimizers))
+    return Captured(target, content, _moments(structures, optimizers))
 
 
 def _moments(
     structures: Mapping[str, Structure], optimizers: Mapping[str, torch.optim.Optimizer]
 ) -> Moments:
-    """Return at which places of the program this rank is."""
-    places: dict[str, tuple[int, str]] = {}
+    """Return what each group has done together, how often its units were updated, and optimizers have stepped."""
+    moments: Moments = {}
     updates: dict[str, list[int | None]] = {}
     for unit, _ in (each for structure in structures.values() for each in structure.units):
         for record in (comm.record for comm in comms_of([unit])):
             if record is not None:
                 text = f"{record.moment} ({record.place} operations of the group)"
-                places[record.key] = record.place, text
+                moments[record.key] = text, [(record.place, 1)]
                 updates.setdefault(record.key, []).extend(map(num_updates, unit.holders))
-    if places:
-        groups = ", ".join(sorted(places))
-        for section, optimizer in optimizers.items():
-            number = known(optimizer).steps.value
-            places[f"{section} of {groups}"] = number, f"{number} steps of {section}"
-    runs = {key: itertools.groupby(numbers) for key, numbers in updates.items()}
-    return Moments(
-        places, {key: [(each, len([*run])) for each, run in own] for key, own in runs.items()}
-    )
+    groups = ", ".join(sorted(updates))
+    for section, optimizer in optimizers.items() if groups else ():
+        number = known(optimizer).steps.value
+        moments[f"{section} of {groups}"] = f"{number} steps of {section}", [(number, 1)]
+    for key, numbers in updates.items():
+        runs = [(number, len([*run])) for number, run in itertools.groupby(numbers)]
+        moments[f"updates of {key}"] = "", runs
+    return moments
 
 
 def _check_moments(everyones: Sequence[Moments]) -> None:
     """Raise CheckpointError where ranks were at different places when they called this."""
-    for key in dict.fromkeys(key for own in everyones for key in own.places):
-        _check_same({r: own.places[key] for r, own in enumerate(everyones) if key in own.places})
-    for key in dict.fromkeys(key for own in everyones for key in own.updates):
+    for key in dict.fromkeys(key for own in everyones for key in own):
         rows = {
-            rank: [number for number, length in own.updates[key] for _ in range(length)]
+            rank: [number for number, length in own[key][1] for _ in range(length)]
             for rank, own in enumerate(everyones)
-            if key in own.updates
+            if key in own
         }
         for numbers in set(zip(*rows.values(), strict=False)):
-            known = zip(rows, numbers, strict=True)
-            _check_same({r: (n, f"{n} steps of optimizers") for r, n in known if n is not None})
-
-
-def _check_same(seen: Mapping[int, tuple[int, str]]) -> None:
-    """Raise CheckpointError where ranks have different numbers. seen: by rank, with words for each."""
-    if len({number for number, _ in seen.values()}) > 1:
-        texts = by_text({rank: text for rank, (_, text) in seen.items()})
-        copies = "; ".join(f"{ranks}: {text}" for ranks, text in texts)
-        raise CheckpointError(
-            f"Ranks save states of different moments. {copies}. Nothing was saved. Save on all ranks after "
-            "the same step: let one rank look at its clock and tell the others, as CheckpointManager does."
-        )
+            seen = {rank: n for rank, n in zip(rows, numbers, strict=True) if n is not None}
+            if len({*seen.values()}) < 2:
+                continue
+            texts = by_text(
+                {r: everyones[r][key][0] or f"{n} steps of optimizers" for r, n in seen.items()}
+            )
+            copies = "; ".join(f"{ranks}: {text}" for ranks, text in texts)
+            raise CheckpointError(
+                f"Ranks save states of different moments. {copies}. Nothing was saved. Save on all ranks after "
+                "the same step: let one rank look at its clock and tell the others, as CheckpointManager does."
+            )
 
 
 def alike_in(request: SaveRequest) -> dict[str, Any]:
@@ -243,38 +224,24 @@ def decide(alike: Mapping[str, Any], captured: Callable[[], Captured], peers: Pe
 
     own, everyones = peers.together_telling(known, alike=alike)
     _check_moments([moments for _, moments in everyones])
-    content = agreed_content(own.content, [told for told, _ in everyones], peers)
-    tensors = {
-        holding.name: {
-            "shape": holding.shape,
-            "dtype": holding.dtype,
-            "aliases": holding.names[1:],
-            "placement": holding.placement,
-        }
-        for holding in content.holdings
-    }
-    return SaveJob(own.request, own.target, to_write(content.holdings), tensors, content)
+    return SaveJob(own.target, agreed_content(own.content, [told for told, _ in everyones], peers))
 
 
 def _tried_encoding(metadata: Mapping[str, Any]) -> tuple[Any, Exception | None]:
     """Return metadata as a manifest has it, or why it cannot."""
     try:
-        return encoded(dict(metadata), "metadata", _refuse), None
+        return encoded(dict(metadata), "metadata"), None
     except Exception as error:
         return None, error
 
 
-def _refuse(name: str, _: torch.Tensor) -> None:
-    raise CheckpointError(f"{name} is a tensor. Give tensors in extra=.")
-
-
-def execute(job: SaveJob, peers: Peers) -> int:
+def execute(request: SaveRequest, job: SaveJob, peers: Peers) -> int:
     """Write and commit; return the number of bytes of all files. Collective over ``peers``."""
     drafts: list[Draft] = []
 
     def begin() -> tuple[str, str]:
         tag = new_tag()
-        drafts.append(job.target.draft(tag, overwrite=job.request.overwrite))
+        drafts.append(job.target.draft(tag, overwrite=request.overwrite))
         return str(drafts[0].folder), tag
 
     try:
@@ -282,18 +249,18 @@ def execute(job: SaveJob, peers: Peers) -> int:
         # Names of files bear the tag: if this replaces a checkpoint, both have files there for a while.
         everyones = peers.at_first(
             lambda: (
-                write_files(_seen(place, tag), peers.rank, tag, job.items),
-                job.tensors,
+                write_files(_seen(place, tag), peers.rank, tag, job.content.to_write()),
+                job.content.tensors(),
                 job.content.own_values,
             )
         )
-        nbytes = peers.of_first(lambda: _commit(drafts[0], job, everyones(), peers.size))
+        nbytes = peers.of_first(lambda: _commit(drafts[0], job, everyones()))
     except BaseException:
         if drafts:
             drafts[0].give_up()
         raise
-    if job.request.then is not None:
-        peers.of_first(job.request.then)
+    if request.then is not None:
+        peers.of_first(request.then)
     return nbytes
 
 
@@ -308,80 +275,79 @@ def _seen(place: str, tag: str) -> Folder:
 
 
 def _commit(
-    draft: Draft, job: SaveJob, everyones: Sequence[tuple[Any, Any, Any]], num_ranks: int
+    draft: Draft, job: SaveJob, everyones: Sequence[tuple[WrittenFiles, Tensors, dict[str, Any]]]
 ) -> int:
     own_values: dict[str, dict[str, Any]] = {}
     for rank, (_, _, own) in enumerate(everyones):
         for key, tree in own.items():
             own_values.setdefault(key, {})[str(rank)] = tree
-    values = {
-        **facts_of_today(num_ranks),
-        **job.content.values,
-        "extra_by_rank": own_values,
-    }
-    manifest = manifest_of([(written, tensors) for written, tensors, _ in everyones], values)
-    check_sizes(draft, manifest)
-    content = readable(manifest, str(job.target))
-    draft.complete(content, [file.name for file in manifest.files])
-    return sum(file.nbytes for file in manifest.files)
+    values = {**job.content.values, "extra_by_rank": own_values}
+    return commit(draft, job.target, [(files, tensors) for files, tensors, _ in everyones], values)
 
 
-def facts_of_today(num_ranks: int) -> dict[str, Any]:
-    """Return what a manifest says of the save itself."""
-    return {
+def commit(
+    draft: Draft,
+    target: object,
+    everyones: Sequence[tuple[WrittenFiles, Tensors]],
+    values: Mapping[str, Any],
+) -> int:
+    """Make a draft the checkpoint of what all ranks have written; return the number of bytes of all files.
+
+    target: where, for messages. Raises CheckpointError if this process does not see all files as they were
+    written, or they could not be loaded.
+    """
+    facts = {
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "ranks": num_ranks,
+        "ranks": len(everyones),
         "versions": {
             "fullshard": VERSION,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
     }
-
-
-def check_sizes(draft: Draft, manifest: Manifest) -> None:
-    """Raise CheckpointError if this process does not see all files as they were written."""
+    manifest = manifest_of(everyones, {**facts, **values, **facts})  # of this save, and first
     for file in manifest.files:
         if draft.folder.size_of(file.name) != file.nbytes:
             raise CheckpointError(
                 f"{draft.folder}/{file.name}: was written by another rank, but rank 0 does not see it. "
                 "Save to a filesystem that all hosts share."
             )
+    draft.complete(readable(manifest, str(target)), [file.name for file in manifest.files])
+    return sum(file.nbytes for file in manifest.files)
 
 
 def manifest_of(
-    everyones: Sequence[tuple[WrittenFiles, Mapping[str, dict[str, Any]]]],
-    values: Mapping[str, Any],
+    everyones: Sequence[tuple[WrittenFiles, Tensors]], values: Mapping[str, Any]
 ) -> Manifest:
-    """Put together what all ranks have written, and facts of each tensor.
+    """Put together what all ranks have written, and what each says of its tensors.
 
     Raises CheckpointError if ranks disagree on a tensor, or its pieces do not cover it exactly once.
     """
     files: list[FileEntry] = []
     pieces: dict[str, list[FilePiece]] = {}
-    facts: dict[str, dict[str, Any]] = {}
+    facts: dict[str, SavedTensor] = {}
     for rank, (written, tensors) in enumerate(everyones):
         for name, fact in tensors.items():
             known = facts.setdefault(name, fact)
-            if (known["shape"], known["dtype"]) != (fact["shape"], fact["dtype"]):
+            if (known.shape, known.dtype) != (fact.shape, fact.dtype):
                 raise CheckpointError(
-                    f"{name}: has shape {known['shape']} and {known['dtype']} on one rank, but "
-                    f"{fact['shape']} and {fact['dtype']} on rank {rank}."
+                    f"{name}: has shape {known.shape} and {known.dtype} on one rank, but "
+                    f"{fact.shape} and {fact.dtype} on rank {rank}."
                 )
-        for each in written.pieces:
-            piece = FilePiece(each.box, len(files) + each.file, each.start, each.checksums)
-            pieces.setdefault(each.name, []).append(piece)
+        for name, piece in written.pieces:
+            moved = dataclasses.replace(piece, file=len(files) + piece.file)
+            pieces.setdefault(name, []).append(moved)
         files += written.files
     entries = {}
     for name, fact in facts.items():
         own_pieces = tuple(sorted(pieces.get(name, ()), key=lambda piece: piece.box))
-        if fault := tiling_fault(fact["shape"], [piece.box for piece in own_pieces]):
+        if fault := tiling_fault(fact.shape, [piece.box for piece in own_pieces]):
             raise CheckpointError(
-                f"{name} of shape {fact['shape']}: {fault} of those that the ranks hold. Save with all "
+                f"{name} of shape {fact.shape}: {fault} of those that the ranks hold. Save with all "
                 "ranks of the mesh, and one copy of the model in the job."
             )
         entries[name] = TensorEntry(
-            fact["shape"], fact["dtype"], fact["aliases"], fact["placement"], own_pieces
+            fact.shape, fact.dtype, fact.aliases, fact.placement, own_pieces
         )
     return Manifest(tuple(files), entries, values)
 
@@ -416,16 +382,12 @@ class PendingSave:
         _begin_in_background()
         self._thread = start_thread(
             self._run,
+            request,  # not kept beyond the save, lest its model lives on
             decided,
             name="fullshard-checkpoint",
             why="saves in the background",
             is_daemon=False,
         )
-
-    @property
-    def left_unsaid(self) -> str:
-        """What nobody has been told yet: an error or a warning; "" if nothing."""
-        return self._warning if self._error is None else str(self._error)
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -446,16 +408,16 @@ class PendingSave:
             warnings.warn(warning, stacklevel=2)
         return self._saved
 
-    def _run(self, decided: Callable[[], SaveJob]) -> None:
+    def _run(self, request: SaveRequest, decided: Callable[[], SaveJob]) -> None:
         time.sleep(_HEAD_START_SECONDS)
         try:
             with self._peers.naming_absent(self.path):
                 # Ranks share cores and disks: what one does in the background would hold up others' copies.
                 self._peers.gathered(None)
                 job = decided()
-                nbytes = execute(job, self._peers)
+                nbytes = execute(request, job, self._peers)
             self._warning = job.content.warning
-            self._saved = job.saved(nbytes, begun=self._begun, stall_seconds=self.stall_seconds)
+            self._saved = request.saved(nbytes, begun=self._begun, stall_seconds=self.stall_seconds)
         except FullshardError as error:
             self._error = error
         except BaseException as error:  # raised where somebody waits
@@ -472,8 +434,8 @@ _in_flight: list[PendingSave] = []
 def _say_what_was_lost() -> None:
     """Say what went wrong with the save while the program ended. Its thread has ended by now."""
     for pending in _in_flight:
-        if pending.left_unsaid:
-            print(f"fullshard: {pending.left_unsaid}", file=sys.stderr)
+        if left_unsaid := pending._error or pending._warning:
+            print(f"fullshard: {left_unsaid}", file=sys.stderr)
 
 
 @functools.cache
@@ -594,8 +556,8 @@ def save_now(request: SaveRequest) -> SavedCheckpoint:
     peers.come()
     with collector_waits(), peers.naming_absent(request.path):
         job = decide(alike_in(request), lambda: capture(request), peers)
-        nbytes = execute(job, peers)
-    saved = job.saved(nbytes, begun=begun, stall_seconds=time.perf_counter() - begun)
+        nbytes = execute(request, job, peers)
+    saved = request.saved(nbytes, begun=begun, stall_seconds=time.perf_counter() - begun)
     if job.content.warning:  # last: it may be an error, and peers would wait
         warnings.warn(job.content.warning, stacklevel=3)
     return saved
@@ -621,8 +583,7 @@ def _decided_later(request: SaveRequest, peers: Peers) -> Callable[[], SaveJob]:
         captured = capture(request)
         knows = peers.size == 1 or captured.content.is_mostly_numbered
         if knows:
-            content = captured.content.staged(staging.copies)
-            captured = dataclasses.replace(captured, content=content)
+            captured = captured._replace(content=captured.content.staged(staging.copies))
     except Exception as error:
         fault = error
         if not isinstance(error, FullshardError):  # of a state_dict() of the user's, say
@@ -633,7 +594,8 @@ def _decided_later(request: SaveRequest, peers: Peers) -> Callable[[], SaveJob]:
     if knows:
         return lambda: decide(alike, lambda: captured, peers)
     try:
-        job = decide(alike, lambda: captured, peers).staged(staging.copies)
+        job = decide(alike, lambda: captured, peers)
+        job = job._replace(content=job.content.staged(staging.copies))
     except Exception as error:  # raised where the other ranks raise it
         return _raising(error)
     return lambda: job

@@ -36,11 +36,19 @@ MOST_LEVELS = 200
 _MOST_BITS = 8192
 
 
-def encoded(value: Any, name: str, keep: Callable[[str, Any], object]) -> Any:
+def _refuse(name: str, tensor: Any) -> None:
+    shape = tuple(getattr(tensor, "shape", ()))
+    raise CheckpointError(
+        f"{name} is a tensor of shape {shape} inside a value that holds none. Give tensors in extra=, or keep "
+        "them in an optimizer's state."
+    )
+
+
+def encoded(value: Any, name: str, keep: Callable[[str, Any], object] = _refuse) -> Any:
     """Return what stands for a value in JSON.
 
     name: of the value, as a path. keep: is called with a name and the value of each tensor inside, plain,
-    DTensor or `HeldTensor`. Names are paths too; where two would be one, as of the keys 1 and "1", the later
+    DTensor or `HeldTensor`; they are refused without it. Names are paths too; where two would be one, as of the keys 1 and "1", the later
     gets "~2" at its end.
     Raises CheckpointError, with the path, for a value that JSON has no form for, or that is nested too deep.
     """

@@ -5,7 +5,6 @@ written block by block, each hashed when it is handed to the system, so memory b
 block for each thread (for tensors on a device: one box).
 """
 
-import dataclasses
 import functools
 import json
 import math
@@ -15,8 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fullshard.checkpoint.folder import Folder, shard_name
-from fullshard.checkpoint.manifest import BLOCK_NBYTES, FileEntry, blocks_of, dtype_name
+from fullshard.checkpoint.drafts import shard_name
+from fullshard.checkpoint.folder import Folder
+from fullshard.checkpoint.manifest import BLOCK_NBYTES, FileEntry, FilePiece, blocks_of, dtype_name
 from fullshard.plan.boxes import Box
 from fullshard.process_hooks import start_thread
 from fullshard.state.host_memory import checksum, host_bytes
@@ -43,26 +43,11 @@ class ToWrite(NamedTuple):
         return self.view.numel() * self.view.itemsize
 
 
-class Written(NamedTuple):
-    """A box that has been written. file: number in this rank's `WrittenFiles`."""
+class WrittenFiles(NamedTuple):
+    """What one rank has written. pieces: with the tensor's name each; ``file`` is a number among these files."""
 
-    name: str
-    box: Box
-    file: int
-    start: int
-    checksums: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class WrittenFiles:
-    """What one rank has written."""
-
-    files: tuple[FileEntry, ...]
-    pieces: tuple[Written, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(file.nbytes for file in self.files)
+    files: Sequence[FileEntry]
+    pieces: Sequence[tuple[str, FilePiece]]
 
 
 def write_files(
@@ -86,9 +71,7 @@ def write_files(
             for number, (name, part) in enumerate(zip(names, parts, strict=True))
         ]
     )
-    return WrittenFiles(
-        tuple(file for file, _ in done), tuple(piece for _, pieces in done for piece in pieces)
-    )
+    return WrittenFiles([file for file, _ in done], [each for _, pieces in done for each in pieces])
 
 
 def _own_bytes(item: ToWrite) -> memoryview:
@@ -178,7 +161,7 @@ def _write_file(
     number: int,
     items: Sequence[ToWrite],
     data_of: Callable[[ToWrite], memoryview],
-) -> tuple[FileEntry, list[Written]]:
+) -> tuple[FileEntry, list[tuple[str, FilePiece]]]:
     described = [Described(_key(item), item.view.dtype, item.box.shape) for item in items]
     header, starts = header_of(described, _METADATA)
     file = folder.create(name)
@@ -192,7 +175,7 @@ def _write_file(
                 chunk = data[begin:stop]
                 file.write(chunk)
                 sums += [checksum(chunk[a:b]) for a, b in blocks_of(len(chunk), BLOCK_NBYTES)]
-            pieces.append(Written(item.name, item.box, number, start, tuple(sums)))
+            pieces.append((item.name, FilePiece(item.box, number, start, tuple(sums))))
     except BaseException:
         file.discard()
         raise

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.folder import new_tag
-from fullshard.checkpoint.manifest import SavedTensor, readable
-from fullshard.checkpoint.opening import Location, folder_at
+from fullshard.checkpoint.drafts import new_tag
+from fullshard.checkpoint.folder import Location, folder_at
+from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.checkpoint.read import SavedState
-from fullshard.checkpoint.save import SavedCheckpoint, check_sizes, facts_of_today, manifest_of
+from fullshard.checkpoint.save import SavedCheckpoint, commit
 from fullshard.checkpoint.values import MODULE_STATES
 from fullshard.checkpoint.write import ToWrite, WrittenFiles, write_files
 from fullshard.convert.opening import (
@@ -67,21 +67,17 @@ def convert_checkpoint(
                 return data
 
             facts = {name: _facts(tensor, ranks) for name, tensor in tensors.items()}
-            written: list[tuple[WrittenFiles, Mapping[str, dict[str, Any]]]] = []
+            written: list[tuple[WrittenFiles, Mapping[str, SavedTensor]]] = []
             for rank in range(ranks):
                 items = list(_items(tensors, rank, ranks))
                 files = write_files(draft.folder, rank, tag, items, data_of)
                 written.append((files, facts))
-            values = {**_values(state, weights_only), **facts_of_today(ranks)}
+            values = _values(state, weights_only)
             values["converted_from"] = f"{form_of(state)} {state.location}"
-            manifest = manifest_of(written, values)
-            check_sizes(draft, manifest)
-            content = readable(manifest, str(target))
-            draft.complete(content, [file.name for file in manifest.files])
+            nbytes = commit(draft, target, written, values)
         except BaseException:
             draft.give_up()
             raise
-        nbytes = sum(file.nbytes for file in manifest.files)
         seconds = time.perf_counter() - begun
         return SavedCheckpoint(
             folder_at(target).location, values.get("step"), nbytes, seconds, seconds
@@ -129,14 +125,10 @@ def _items(tensors: Mapping[str, SavedTensor], rank: int, ranks: int) -> Iterato
                 yield ToWrite(name, shape, box, view)
 
 
-def _facts(tensor: SavedTensor, ranks: int) -> dict[str, Any]:
+def _facts(tensor: SavedTensor, ranks: int) -> SavedTensor:
     is_divided = tensor.nbytes >= _WORTH_DIVIDING_NBYTES and ranks > 1
-    return {
-        "shape": tuple(tensor.shape),
-        "dtype": tensor.dtype,
-        "aliases": tensor.aliases,
-        "placement": f"dim 0 over {ranks}" if is_divided else tensor.placement,
-    }
+    placement = f"dim 0 over {ranks}" if is_divided else tensor.placement
+    return SavedTensor(tuple(tensor.shape), tensor.dtype, tensor.aliases, placement)
 
 
 def _values(state: SavedState, weights_only: bool) -> dict[str, Any]:

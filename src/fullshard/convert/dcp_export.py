@@ -13,8 +13,8 @@ import numpy
 import torch
 
 from fullshard.checkpoint.dcp import METADATA
-from fullshard.checkpoint.folder import new_tag
-from fullshard.checkpoint.opening import Location, disk_path
+from fullshard.checkpoint.drafts import new_tag
+from fullshard.checkpoint.folder import Location, disk_path
 from fullshard.checkpoint.read import SavedState
 from fullshard.checkpoint.values import MODULE_STATES, RNG, decoded, items, module_state_trees
 from fullshard.convert.export_folder import ExportFolder

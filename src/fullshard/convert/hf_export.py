@@ -16,9 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fullshard.checkpoint.folder import Folder, NewFile, new_tag
+from fullshard.checkpoint.drafts import new_tag
+from fullshard.checkpoint.folder import Folder, Location, NewFile, disk_path, folder_at
 from fullshard.checkpoint.manifest import MANIFEST
-from fullshard.checkpoint.opening import Location, disk_path, folder_at, said_below
+from fullshard.checkpoint.opening import said_below
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.read import Reader
 from fullshard.checkpoint.save import finish_background

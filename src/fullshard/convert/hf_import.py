@@ -10,15 +10,13 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.fit import (
-    Load,
-    Source,
     check_allowed,
     check_fits,
     check_room,
     listed,
     other_shape,
 )
-from fullshard.checkpoint.opening import disk_path
+from fullshard.checkpoint.folder import disk_path
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.read import Wanted
 from fullshard.checkpoint.save import finish_background
@@ -96,11 +94,12 @@ def load_hf(
         torch.no_grad(),
     ):
         if not allowed & {"missing", "memory"}:  # what is missing is not written to
-            check_room(peers, weights.source, lambda: Load([model]))
+            check_room(peers, weights.source, lambda: ([model], (), 0))
 
         plan, problems = peers.together_telling(lambda: _plan(model, weights, reader, rename))
-        source = Source(weights.source, "folder", _ADVICE, prefix_hint)
-        differing = check_fits(source, problems, allowed)
+        differing = check_fits(
+            weights.source, "folder", problems, allowed, advice=_ADVICE, hints=prefix_hint
+        )
 
         def read() -> int:
             counts: list[int] = []

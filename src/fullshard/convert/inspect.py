@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.opening import Location
+from fullshard.checkpoint.folder import Location
 from fullshard.checkpoint.read import Reader, SavedState
 from fullshard.convert.opening import (
     Progress,

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.dcp import METADATA
-from fullshard.checkpoint.folder import SHARD_SUFFIX, Folder
+from fullshard.checkpoint.drafts import SHARD_SUFFIX
+from fullshard.checkpoint.folder import Folder, Location, folder_at
 from fullshard.checkpoint.foreign import (
     GROUPS,
     USUAL,
@@ -27,7 +28,7 @@ from fullshard.checkpoint.foreign import (
 )
 from fullshard.checkpoint.manager import latest_checkpoint
 from fullshard.checkpoint.manifest import MANIFEST, SavedTensor
-from fullshard.checkpoint.opening import Location, folder_at, opened
+from fullshard.checkpoint.opening import opened
 from fullshard.checkpoint.peers import said
 from fullshard.checkpoint.read import Names, Reader, SavedState, Wanted, naming_malformed
 from fullshard.checkpoint.values import encoded
