@@ -59,7 +59,7 @@ def test_a_process_that_computes_nothing_does_not_wait_for_the_engine() -> None:
     assert done.code == 2
     assert "absent" in done.err
     imported = set(done.out.split())
-    assert "fullshard.tools.commands" in imported
+    assert "fullshard.tools.report" in imported
     assert not {"fullshard.engine", "torch.distributed.tensor"} & imported
 
 

@@ -153,6 +153,21 @@ def test_ranks_that_are_asked_to_stop_save_and_say_so(straight: Straight, tmp_pa
     assert second == (75, "", "")
 
 
+_CLOSED = """
+import os
+reading, writing = os.pipe()
+os.close(reading)
+os.dup2(writing, 1)
+os.dup2(writing, 2)
+"""
+
+
+def test_a_run_that_nobody_can_be_told_of_ends_well(tmp_path: Path) -> None:
+    words = (*TINY, *PAGES, "--steps", "2", "--trace-steps", "0", "--out", tmp_path / "run")
+    assert fullshard_on_ranks(1, "train", *words, before=_CLOSED) == [(0, "", "")]
+    assert len(losses(tmp_path / "run")) == 2
+
+
 @contextmanager
 def _in_terminal(folder: Path, *options: str, nohup: bool = False) -> Iterator[Callable[[], int]]:
     """Run in a terminal until a few steps are done; yield what closes it and waits for the end."""

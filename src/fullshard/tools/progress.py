@@ -111,11 +111,11 @@ class Live(Reporter):
         self._task = None
 
 
-class _StandardError:
-    """Standard error as long as there is one: a closed terminal or pipe must not end a run unsaved."""
+class Lasting:
+    """A standard stream as long as there is one: a closed terminal or pipe must not make a run fail."""
 
-    def __init__(self) -> None:
-        self._stream = sys.stderr  # kept: a live bar puts itself in its place
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream  # kept: a live bar puts itself in the place of standard error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -134,7 +134,7 @@ class Reporting:
     """Give the right reporter for a rank, and restore the terminal on every way out."""
 
     def __init__(self, *, rank: int) -> None:
-        console = Console(file=cast(IO[str], _StandardError()), emoji=False)
+        console = Console(file=cast(IO[str], Lasting(sys.stderr)), emoji=False)
         self.reporter = Reporter()
         if rank == 0:
             self.reporter = Live(console) if console.is_terminal else Plain(console)

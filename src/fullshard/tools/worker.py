@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from fullshard.tools.job import Job
 from fullshard.tools.json_text import json_text
 from fullshard.tools.launch import Place, StopRequest, leave
 from fullshard.tools.loggers import RunInfo
-from fullshard.tools.progress import Reporter, Reporting, printable
+from fullshard.tools.progress import Lasting, Reporter, Reporting, printable
 from fullshard.tools.report import write_report
 from fullshard.tools.run_facts import gather_facts
 from fullshard.tools.run_folder import RunFolder
@@ -42,6 +42,7 @@ def run_worker(job: Job, place: Place, *, threads: int, as_json: bool) -> Exit:
     die_with_launcher(place.launcher_pid)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while starting
     torch.set_num_threads(threads)
+    sys.stdout, sys.stderr = cast(TextIO, Lasting(sys.stdout)), cast(TextIO, Lasting(sys.stderr))
     with Reporting(rank=place.rank) as report:
         report.note(f"joining {place.num_ranks} rank{'s' if place.num_ranks > 1 else ''} ...")
         _join(job, place)

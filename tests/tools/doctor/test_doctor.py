@@ -9,8 +9,9 @@ import time
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from fullshard.tools import commands
+from fullshard.tools import cli
 from fullshard.tools.exits import Exit
 from fullshard.tools.launch import Ending
 from tests.fresh import Ended, command, fullshard_in_fork, in_warm_forks
@@ -94,11 +95,12 @@ def test_it_starts_the_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch) ->
         started.extend([words, ranks, threads])
         return Ending(Exit.RANK_LOST, "rank 1 ended")
 
-    monkeypatch.setattr(commands, "launch", launch)
-    words = ["--ranks", "3"]
-    code = commands.doctor(3, {"OMP_NUM_THREADS": "4"}, words, timeout_s=1.0, as_json=False)
-    assert code == Exit.RANK_LOST
-    assert started == [["doctor", *words], 3, 4]
+    monkeypatch.setattr("fullshard.tools.launch.launch", launch)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    words = ["doctor", "--ranks", "3"]
+    monkeypatch.setattr("sys.argv", ["fullshard", *words])
+    assert CliRunner().invoke(cli.app, words).exit_code == Exit.RANK_LOST
+    assert started == [words, 3, 4]
 
 
 def test_a_rank_that_does_not_come_is_named_in_time(port: int) -> None:
