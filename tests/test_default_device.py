@@ -46,7 +46,14 @@ def test_training_goes_on_under_a_default_device(api: Api, way: str) -> None:
 
 
 @pytest.mark.apis("peer_memory")
-@pytest.mark.parametrize("way", ["fully_shard", "flat", "hybrid_fully_shard"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "flat",
+        pytest.param("fully_shard", marks=pytest.mark.long),
+        pytest.param("hybrid_fully_shard", marks=pytest.mark.long),
+    ],
+)
 @on_ranks(4)
 def test_state_is_saved_and_loaded_under_a_default_device(
     api: Api, way: str, tmp_path: Path

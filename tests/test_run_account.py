@@ -215,7 +215,9 @@ model(torch.ones(2, 8)).sum().backward()
 """
 
 
-@pytest.mark.parametrize("first", ["", "PartialState(cpu=True)"])
+@pytest.mark.parametrize(
+    "first", [pytest.param("", marks=pytest.mark.long), "PartialState(cpu=True)"]
+)
 def test_accelerate_shards_on_cpus_if_asked_and_is_told_of_otherwise(
     tmp_path: Path, first: str
 ) -> None:

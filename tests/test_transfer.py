@@ -115,7 +115,7 @@ def _neighbours(ways: list[str]) -> list[tuple[str, str]]:
 
 
 PAIRS = _neighbours(list(WAYS))
-SOME_PAIRS = [pair for pair in PAIRS[1::3] if "mesh" not in pair[0]]  # each with the next one
+SOME_PAIRS = [pair for pair in PAIRS[1::5] if "mesh" not in pair[0]]  # each with the next one
 SOME_PAIRS += [("orig", "orig"), ("flat", "flat")]
 HYBRID_PAIRS = [("fully_shard", "hybrid_orig"), ("hybrid_flat", "hybrid_fully_shard")]
 HYBRID_PAIRS += [("hybrid_fully_shard", "flat_mesh"), ("hybrid_orig", "hybrid_flat")]
@@ -143,7 +143,7 @@ def test_training_goes_on_sharded_in_any_other_way(
 
 
 @on_default_comm
-@repeats(lambda s: s["first"] in ("hybrid_fully_shard", "hybrid_orig"))
+@repeats(lambda s: s["first"] != "hybrid_flat")
 @pytest.mark.parametrize(("first", "second"), HYBRID_PAIRS)
 @on_ranks(4)
 def test_training_goes_on_with_replicas(api: Api, first: str, second: str) -> None:
@@ -253,7 +253,9 @@ NEW: list[tuple[str, str, tuple[int, int]]] = [
 
 @pytest.mark.apis("peer_memory", "process_group")
 @repeats(
-    lambda s: (NEW.index((s["first"], s["second"], s["ranks"])) + (s["optimizer"] == "sgd")) % 2
+    lambda s: (
+        (NEW.index((s["first"], s["second"], s["ranks"])) + (s["optimizer"] == "sgd")) % 4 != 2
+    )
 )
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize(("first", "second", "ranks"), NEW)

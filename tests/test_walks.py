@@ -44,7 +44,9 @@ def _files_with(holds: Callable[[Any], bool], run: Callable[[], Any]) -> set[str
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
         file = frame.f_code.co_filename
-        if not file.startswith(SOURCE) or file.endswith("/torch_private.py"):  # which stands for torch
+        if not file.startswith(SOURCE) or file.endswith(
+            "/torch_private.py"
+        ):  # which stands for torch
             return None
         if event in ("call", "return") and any(map(has, [*frame.f_locals.values(), argument])):
             found.add(file.removeprefix(SOURCE))

@@ -1268,7 +1268,9 @@ def _save_without_one(folder: Path, save: Callable[..., object]) -> float:
     return waited
 
 
-@pytest.mark.parametrize("save", [fullshard.save_checkpoint, _save_later])
+@pytest.mark.parametrize(
+    "save", [fullshard.save_checkpoint, pytest.param(_save_later, marks=pytest.mark.long)]
+)
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_program_says(
     tmp_path: Path, save: Callable[..., object]
 ) -> None:

@@ -25,6 +25,7 @@ from tests.fsdp1.models import net, quiet
 from tests.harness import Fate, Pools, Task, mesh_of, on_ranks, rank, run_fresh
 from tests.models import mlp
 from tests.resident import peak_mib
+from tests.selection import repeats
 from tests.training import assert_equal
 
 pytestmark = pytest.mark.apis("peer_memory")
@@ -58,6 +59,7 @@ def _export(api: Api, way: str, folder: Path) -> Any:
         return fullshard.export_hf(model, folder)
 
 
+@repeats(lambda s: s["way"] not in ("orig", "flat", "fully_shard", "replicate", "hybrid_flat"))
 @pytest.mark.parametrize(
     ("way", "ranks"), [*((way, 3) for way in ANY), *((way, 4) for way in HYBRID)]
 )

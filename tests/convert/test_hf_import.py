@@ -24,6 +24,7 @@ from tests.checkpoint.test_any_to_any import ANY, HYBRID, _sharded, _tensor_para
 from tests.fsdp1.models import net
 from tests.harness import Pools, Task, mesh_of, on_ranks, rank, world_size
 from tests.models import mlp
+from tests.selection import repeats
 from tests.training import assert_equal
 
 pytestmark = pytest.mark.apis("peer_memory")
@@ -59,6 +60,7 @@ def _load(api: Api, way: str, folder: Path) -> dict[str, Tensor]:
     return _values(model)
 
 
+@repeats(lambda s: s["way"] not in ("orig", "flat", "fully_shard", "replicate", "hybrid_flat"))
 @pytest.mark.parametrize(
     ("way", "ranks"), [*((way, 3) for way in ANY), *((way, 4) for way in HYBRID)]
 )

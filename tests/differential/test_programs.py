@@ -2,7 +2,8 @@
 
 That takes too long for every change. `make test` compares one of our paths with a single process,
 peer memory with one face and process groups with the other; both must be equal in every bit, which
-tests/parity/test_matrix.py shows with every option. A program takes one face, the next another. What has
+tests/parity/test_matrix.py shows with every option. A program takes one face, the next another, and of
+those whose names differ in what follows a hyphen there are two. What has
 no single process to be compared with, or is declared to differ, runs on each face and every path.
 """
 
@@ -49,11 +50,18 @@ def _declared(program: Program, face: str, path: str) -> str:
     return next((text for kind in kinds if (text := program.declared(kind, face, path))), "")
 
 
+def _is_again(program: Program) -> bool:
+    """Whether two programs before it differ from it in one setting alone, which their names end with."""
+    family = program.name.partition("-")[0]
+    return [name for name in PROGRAMS if name.partition("-")[0] == family].index(program.name) >= 2
+
+
 def _cases() -> Iterator[object]:
     for program, face in programs_and_faces():
         paths, name = _few_paths(program, face), f"{program.theme}-{program.name}-{face}"
         turn = program.faces[list(PROGRAMS).index(program.name) % len(program.faces)]
-        marks = [pytest.mark.long] if paths != PATHS and face != turn else []
+        repeats = paths != PATHS and (face != turn or _is_again(program))
+        marks = [pytest.mark.long] if repeats else []
         yield pytest.param(program.name, face, paths, id=name, marks=marks)
         if paths != PATHS:
             every = f"{name}-every_path"

@@ -22,6 +22,7 @@ from tests.api import Api
 from tests.harness import mesh_of, on_ranks, rank
 from tests.host_peers import HostPeers, NoPeers
 from tests.models import MixedDtypes, UnevenMLP, mlp
+from tests.selection import repeats
 from tests.training import assert_equal, full_parameters, make_batch, mean_square, my_part
 from tests.twins import assert_train_alike, shard_layers
 
@@ -67,6 +68,7 @@ def test_training_is_that_of_one_process() -> None:
     assert device.exports > 0
 
 
+@repeats(lambda s: s["kind"] in ("bf16", "columns"))
 @pytest.mark.parametrize("kind", ["uneven", "mixed", "bf16", "columns", "accumulate", "hybrid"])
 @on_ranks(2)
 def test_every_kind_of_unit_trains_as_over_collectives(kind: str) -> None:

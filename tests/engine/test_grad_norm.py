@@ -33,7 +33,7 @@ from tests.api import Api
 from tests.fsdp1.models import CPU, quiet
 from tests.harness import mesh_of, on_ranks, world_size
 from tests.models import UnevenMLP
-from tests.selection import one_way
+from tests.selection import one_way, repeats
 from tests.training import (
     assert_equal,
     assert_gradients_are_parts_of,
@@ -257,6 +257,7 @@ def _forward(model: nn.Module, face: str, part: Tensor) -> Tensor:
 
 @pytest.mark.ours("its wrapper leaves the tensor-parallel axis out, and it has no function")
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@repeats(lambda s: s["face"] not in ("fully_shard", "dp_mesh_dims", [*FACES][-1]))
 @pytest.mark.parametrize("face", FACES)
 @on_ranks(4)
 def test_clipping_under_tensor_parallel_equals_one_process(

@@ -141,6 +141,7 @@ def test_ranks_go_on_when_a_link_comes_back(
 @pytest.mark.parametrize(
     ("hosts", "timeout_s"), [(2, 10.0), pytest.param(3, 20.0, marks=long)], ids=["2x1", "3x1"]
 )
+@pytest.mark.long  # its words are tested in tests/peers/test_flight_record.py; here is what a network does
 def test_a_host_that_is_cut_off_is_out_of_reach_until_the_limit(
     new_lab: NewLab, hosts: int, timeout_s: float
 ) -> None:

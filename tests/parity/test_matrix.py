@@ -24,6 +24,7 @@ from torch.optim import SGD
 from tests.api import Api
 from tests.harness import mesh_of, on_ranks, rank, world_size
 from tests.models import Problem, make_problem
+from tests.selection import repeats
 from tests.training import full_gradients, full_parameters, local, local_gradients, part_of
 
 STEPS = 5
@@ -81,6 +82,7 @@ def _cells(problems: list[str], *meshes: tuple[int, ...]) -> Any:
     return pytest.mark.parametrize("cell", cells, ids=str)
 
 
+@pytest.mark.long  # beside two ranks, nothing is left to be wrong
 @_cells([MLP], (1,))
 @on_ranks(1)
 def test_one_rank_trains_as_one_process(api: Api, cell: Cell) -> None:
@@ -93,6 +95,7 @@ def test_two_ranks_train_as_one_process(api: Api, cell: Cell) -> None:
     _assert_trains_as_one_process(api, cell)
 
 
+@repeats(lambda s: s["cell"].num_microbatches == 1)
 @_cells([MLP], (3,))
 @on_ranks(3)
 def test_three_ranks_train_as_one_process(api: Api, cell: Cell) -> None:

@@ -133,7 +133,7 @@ def texts_of(error: BaseException) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("at", [0, 1, 4])
+@pytest.mark.parametrize("at", [1, *(pytest.param(at, marks=pytest.mark.long) for at in (0, 4))])
 @in_fresh_ranks(3)
 def test_another_unit_of_another_size_is_named_on_every_rank(at: int) -> None:
     """Gloo would abort the rank that gets more bytes than it expects."""
@@ -179,7 +179,9 @@ class Device:
         self._is_free.release()
 
 
-@pytest.mark.parametrize("num_ahead", [0, 3, 40])
+@pytest.mark.parametrize(
+    "num_ahead", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 40))]
+)
 @in_fresh_ranks(2)
 def test_over_nccl_a_rank_that_is_steps_ahead_is_told(num_ahead: int) -> None:
     """The fake backend stands for NCCL: the host starts collectives, and never waits for them."""
@@ -258,7 +260,10 @@ def _rank_1_ends(how: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("raised", "with ValueError: planted"), ("killed", "with a signal, or by os._exit")],
+    [
+        ("raised", "with ValueError: planted"),
+        pytest.param("killed", "with a signal, or by os._exit", marks=pytest.mark.long),
+    ],
 )
 def test_over_nccl_a_rank_that_ends_is_named_to_one_that_waits_for_its_device(
     how: str, said: str

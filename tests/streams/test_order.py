@@ -49,7 +49,13 @@ def _has_twin(name: str) -> bool:
     return name.startswith("flat-") and name.replace("flat", "pieces", 1) in PROGRAMS
 
 
-@repeats(lambda settings: _has_twin(settings["name"]))
+def _is_again(name: str) -> bool:
+    """Whether another program does the same, over another backend or in another dtype."""
+    program, _, how = name.rpartition("-")
+    return how in ("async", "bf16") and program in {*PROGRAMS} - {"plain", "pieces"}
+
+
+@repeats(lambda settings: _has_twin(settings["name"]) or _is_again(settings["name"]))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_everything_is_ordered(name: str) -> None:
     assert run_program(name, SMALL).problems == []

@@ -135,7 +135,16 @@ def _large(factor: int) -> RankTrace:
     )
 
 
-@pytest.mark.parametrize("figure", ["unit_costs", "shares", "peaks", "exposed_ns", "step_ns"])
+@pytest.mark.parametrize(
+    "figure",
+    [
+        "unit_costs",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("shares", "peaks", "exposed_ns", "step_ns")
+        ),
+    ],
+)
 def test_work_grows_with_the_spans_and_not_with_units_or_steps_as_well(figure: str) -> None:
     metric = getattr(trace_metrics, figure)
     small, large = _large(1), _large(4)

@@ -49,7 +49,8 @@ CLEAN = {
 
 # Of those that do in another combination, or on another face, what others here do.
 REPEATED = {"plain SGD", "FSDP1 that sends values", "kept gradients", "mixed precision"}
-REPEATED |= {"a registered method", "a script with fewer steps"}
+REPEATED |= {"a registered method", "a script with fewer steps", "a script that catches everything"}
+REPEATED |= {"FSDP1", "mixed precision with FSDP1"}
 
 
 @repeats(lambda s: s["case"] in REPEATED)
