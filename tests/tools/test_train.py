@@ -237,7 +237,7 @@ def test_a_run_goes_on_exactly_after_its_launcher_and_a_rank_were_killed(
     # Each time other steps are traced, which must not show in the losses.
     folder = tmp_path / "run"
     monkeypatch.setenv(DAWDLE_AFTER, "63")
-    with running(folder, "--save-every", "60") as run:
+    with running(folder, *NINETY, *DAWDLING) as run:
         run.wait_for_step(64)  # four steps past the checkpoint, which are lost
         run.wait_for_checkpoint(60)
         run.kill_launcher()
