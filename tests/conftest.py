@@ -19,11 +19,10 @@ from tests import recording, selection
 from tests.api import OURS, TORCH
 from tests.harness import Pools
 
-# Examples have no time limit: how long one takes beside other work says nothing.
-settings.register_profile("fullshard", deadline=None)
-settings.load_profile("fullshard")
-
 WITHOUT_LONG = "not long"  # what `make test` selects
+# Examples have no time limit: how long one takes beside other work says nothing.
+settings.register_profile("all", deadline=None, max_examples=200)
+settings.register_profile(WITHOUT_LONG, deadline=None, max_examples=25)
 CHOICES = {"ours": OURS, "torch": (TORCH,), "all": (TORCH, *OURS), **{n: (n,) for n in OURS}}
 
 
@@ -52,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "apis(*names): the only implementations for which this test has a meaning",
     ):
         config.addinivalue_line("markers", mark)
+    settings.load_profile(WITHOUT_LONG if config.option.markexpr == WITHOUT_LONG else "all")
     if not hasattr(config, "workerinput") and config.getoption("--record-torch"):
         config.pluginmanager.register(_Recorder())
 

@@ -3,7 +3,7 @@
 import itertools
 
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fullshard.comm.packing import Landing, Region, copy_in_gradients
@@ -32,7 +32,6 @@ def buckets(draw: st.DrawFn) -> BucketLayout:
 
 
 @given(buckets())
-@settings(max_examples=200, deadline=None)
 def test_runs_are_the_packed_parameters_and_what_is_in_one_lies_alike(bucket: BucketLayout) -> None:
     assert tuple(param for run in bucket.packed_runs for param in run) == bucket.packed
     for run in bucket.packed_runs:
@@ -75,7 +74,6 @@ def test_uneven_parameters_of_one_form_are_one_run() -> None:
 
 
 @given(buckets(), st.booleans())
-@settings(max_examples=200, deadline=None)
 def test_what_is_gathered_lands_where_each_parameter_belongs(
     bucket: BucketLayout, has_direct_in_place: bool
 ) -> None:

@@ -5,7 +5,7 @@ import math
 import weakref
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
@@ -61,7 +61,6 @@ def owners(bucket: BucketLayout, param: ParamLayout) -> list[int]:
 
 
 @given(param_specs(), shard_sizes, rules)
-@settings(max_examples=150, deadline=None)
 def test_rows_own_every_element_exactly_once(
     specs: list[ParamSpec], shard_size: int, rule: DirectRule
 ) -> None:
@@ -72,7 +71,6 @@ def test_rows_own_every_element_exactly_once(
 
 
 @given(param_specs(min_dims=0), shard_sizes)
-@settings(max_examples=150, deadline=None)
 def test_flat_owns_every_element_exactly_once(specs: list[ParamSpec], shard_size: int) -> None:
     layout = flat_layout(specs, shard_size=shard_size)
     assert sorted(p.index for _, p in params_of(layout)) == list(range(len(specs)))
@@ -81,7 +79,6 @@ def test_flat_owns_every_element_exactly_once(specs: list[ParamSpec], shard_size
 
 
 @given(param_specs(), shard_sizes, rules)
-@settings(max_examples=150, deadline=None)
 def test_row_chunks_are_those_of_dtensor(
     specs: list[ParamSpec], shard_size: int, rule: DirectRule
 ) -> None:
@@ -97,7 +94,6 @@ def test_row_chunks_are_those_of_dtensor(
 
 
 @given(param_specs(), shard_sizes, rules, st.booleans())
-@settings(max_examples=200, deadline=None)
 def test_every_piece_is_aligned_and_pieces_never_overlap(
     specs: list[ParamSpec], shard_size: int, rule: DirectRule, flat: bool
 ) -> None:
@@ -129,7 +125,6 @@ def test_every_piece_is_aligned_and_pieces_never_overlap(
 
 
 @given(param_specs(), shard_sizes, rules)
-@settings(max_examples=150, deadline=None)
 def test_direct_shards_in_rank_order_are_the_parameter(
     specs: list[ParamSpec], shard_size: int, rule: DirectRule
 ) -> None:
@@ -149,7 +144,6 @@ def test_direct_shards_in_rank_order_are_the_parameter(
 
 
 @given(param_specs(), shard_sizes, rules)
-@settings(max_examples=100, deadline=None)
 def test_shard_shapes_agree_with_pieces(
     specs: list[ParamSpec], shard_size: int, rule: DirectRule
 ) -> None:
@@ -161,7 +155,6 @@ def test_shard_shapes_agree_with_pieces(
 
 
 @given(param_specs(), st.sampled_from([2, 3, 4]), st.sampled_from([2, 4]), rules)
-@settings(max_examples=100, deadline=None)
 def test_regrouping_keeps_the_unsharded_buffer_and_owns_every_element_once(
     specs: list[ParamSpec], smaller: int, factor: int, rule: DirectRule
 ) -> None:
