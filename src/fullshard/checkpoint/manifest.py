@@ -206,14 +206,17 @@ def loads(data: bytes, where: str) -> Manifest:
         content = json.loads(
             data, parse_constant=_refuse_constant, object_pairs_hook=_without_repeats
         )
-        return _manifest(content)
-    except CheckpointError as error:
-        raise _refused(where, str(error)) from error
+    except ValueError as error:
+        raise _refused(where, f"is no JSON: {error}") from error
     except RecursionError as error:
         raise _refused(where, "is nested too deep") from error
+    try:
+        return _manifest(content)
+    except CheckpointError as error:
+        raise _refused(where, str(error)) from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _refused(
-            where, f"is no JSON, or lacks what every manifest has, or has it otherwise ({error!r})"
+            where, f"lacks what every manifest has, or has it otherwise ({error!r})"
         ) from error
 
 
