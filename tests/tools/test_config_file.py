@@ -73,7 +73,7 @@ def test_a_run_s_folder_is_a_file_too(tmp_path: Path, typed: list[commands.Typed
         ("[table]\na = 1", r"no option table\. Known: data, grad_accum"),
         ("config = 'other.toml'", "no option config"),
         ("steps = {a = 1}", r"steps is \{'a': 1\}; give text or a number"),
-        ("data = [[1]]", r"data is \[\[1\]\]"),
+        ("data = [[1]]", r"data is \[\[1\]\]; give text or a number, or a list"),
         ("steps = [", "is no TOML"),
         ("steps = true", "steps is True; give text or a number"),
         ("steps = [3]", r"steps is \[3\]; give one value, not a list"),

@@ -391,7 +391,7 @@ def read_options(
         kinds = {bool} if key in flags else {str, int, float}
         wanted = "true or false" if key in flags else "text or a number"
         if key in lists:
-            found[key] = parts
+            found[key], wanted = parts, f"{wanted}, or a list"
         elif isinstance(value, list):
             wanted, parts = "one value, not a list", [None]
         if not {type(part) for part in parts} <= kinds:
