@@ -8,6 +8,7 @@ import datetime
 import gc
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -35,7 +36,7 @@ from fullshard.checkpoint import drafts, manifest
 from fullshard.checkpoint import save as save_module
 from fullshard.checkpoint.folder import folder_at
 from fullshard.checkpoint.local import LocalDraft, LocalFolder
-from fullshard.checkpoint.manager import checkpoints_in, prune_checkpoints
+from fullshard.checkpoint.manager import prune_checkpoints
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.read import Reader
 from fullshard.errors import CheckpointError, DamagedCheckpointError, StateError
@@ -47,6 +48,13 @@ from tests.resident import peak_mib
 from tests.training import assert_equal
 
 alone = pytest.mark.apis("peer_memory")
+
+
+def checkpoints_in(folder: Path) -> list[fullshard.Checkpoint]:
+    """Return the complete checkpoints of a folder, by their steps."""
+    names = {path: re.fullmatch(r"step-(\d+)(-\d+)?", path.name) for path in folder.glob("step-*")}
+    complete = [path for path, name in names.items() if name and (path / "manifest.json").exists()]
+    return sorted(fullshard.Checkpoint(int(path.name.split("-")[1]), path) for path in complete)
 
 
 def _sharded(api: Api) -> tuple[nn.Module, torch.optim.Optimizer]:

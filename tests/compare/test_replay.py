@@ -477,6 +477,23 @@ def test_a_backward_that_ends_the_program_is_recorded(api: Api, tmp_path: Path) 
 
 
 @on_ranks(2)
+def test_a_backward_that_fails_after_an_optimizer_stepped_in_it_is_recorded(
+    api: Api, tmp_path: Path
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no luck")
+
+    model = build(api)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.head.register_full_backward_hook(lambda *_: optimizer.step())
+    model.blocks[0].register_full_backward_pre_hook(fail)
+    with pytest.raises(ValueError, match="no luck"), fullshard.debug(replay=tmp_path):
+        micro_batch(model)
+    assert not any(type(each).__name__ == "Recording" for each in watchers)
+    assert "backward 0 ended with" in str(fullshard.replay(tmp_path, build(api)))
+
+
+@on_ranks(2)
 def test_a_replay_keeps_nothing_and_a_recording_gives_up_alone(api: Api, tmp_path: Path) -> None:
     record(tmp_path / "a", build(api))
     model = build(api)

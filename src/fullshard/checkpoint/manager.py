@@ -58,11 +58,6 @@ class Checkpoint(NamedTuple):
         return str(self.path)
 
 
-def checkpoints_in(folder: Location) -> list[Checkpoint]:
-    """Return the complete checkpoints of a folder, by their steps; others' folders are left out."""
-    return [Checkpoint(step, found.location) for step, found in _complete_in(folder_at(folder))]
-
-
 def _complete_in(parent: Folder) -> list[tuple[int, Folder]]:
     return [(step, found) for step, found in _steps_in(parent) if _is_complete(found)]
 
