@@ -27,8 +27,9 @@ import fullshard
 from fullshard.checkpoint import drafts, local, objects
 from fullshard.checkpoint.folder import Folder, folder_at
 from fullshard.checkpoint.local import LocalDraft, LocalFolder
-from fullshard.checkpoint.manager import checkpoints_in, prune_checkpoints, retained
+from fullshard.checkpoint.manager import prune_checkpoints, retained
 from fullshard.errors import CheckpointError
+from tests.checkpoint import checkpoints_in
 from tests.fresh import in_warm_forks
 
 _DAYS_AGO = time.time() - 2 * 86400

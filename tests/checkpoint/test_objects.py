@@ -25,9 +25,10 @@ from torch import nn
 import fullshard
 from fullshard.checkpoint import drafts, objects
 from fullshard.checkpoint.folder import folder_at
-from fullshard.checkpoint.manager import checkpoints_in, prune_checkpoints
+from fullshard.checkpoint.manager import prune_checkpoints
 from fullshard.errors import CheckpointError
 from tests.api import Api
+from tests.checkpoint import checkpoints_in
 from tests.harness import Fate, mesh_of, on_ranks, rank, run_fresh, world_size
 from tests.models import mlp
 

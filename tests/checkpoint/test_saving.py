@@ -8,7 +8,6 @@ import datetime
 import gc
 import os
 import random
-import re
 import resource
 import signal
 import socket
@@ -41,6 +40,7 @@ from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.read import Reader
 from fullshard.errors import CheckpointError, DamagedCheckpointError, StateError
 from tests.api import Api
+from tests.checkpoint import checkpoints_in
 from tests.fresh import in_warm_forks
 from tests.harness import Fate, mesh_of, on_ranks, rank, run_fresh, world_size
 from tests.models import mlp
@@ -48,13 +48,6 @@ from tests.resident import peak_mib
 from tests.training import assert_equal
 
 alone = pytest.mark.apis("peer_memory")
-
-
-def checkpoints_in(folder: Path) -> list[fullshard.Checkpoint]:
-    """Return the complete checkpoints of a folder, by their steps."""
-    names = {path: re.fullmatch(r"step-(\d+)(-\d+)?", path.name) for path in folder.glob("step-*")}
-    complete = [path for path, name in names.items() if name and (path / "manifest.json").exists()]
-    return sorted(fullshard.Checkpoint(int(path.name.split("-")[1]), path) for path in complete)
 
 
 def _sharded(api: Api) -> tuple[nn.Module, torch.optim.Optimizer]:
