@@ -13,6 +13,7 @@ COLUMNS = {
     "fsdp2": "FSDP2",
     "deepspeed": "DeepSpeed",
     "fullshard": "fullshard",
+    "fullshard-unmodified": "unmodified",
     "fullshard-fsdp1": "as FSDP1",
     "fullshard-pg": "over Gloo",
 }

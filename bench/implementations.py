@@ -1,7 +1,8 @@
 """Who trains the model: plain local compute, PyTorch's data parallelism, DeepSpeed, and fullshard.
 
 Each implementation wraps the same model the way its documentation recommends: one unit per block
-and one for the rest (DeepSpeed finds its own); ours with `fully_shard` also `step_on_shards`.
+and one for the rest (DeepSpeed finds its own). Ours with `fully_shard` also calls `step_on_shards`;
+`fullshard-unmodified` does not: it is FSDP2's program on our engine.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -147,29 +148,22 @@ def _wrap_fsdp1(
     return wrapped
 
 
-def _wrap_fsdp2(model: GPT, work: Work) -> nn.Module:
-    policy = fsdp.MixedPrecisionPolicy()
+def _wrap_fsdp2(model: GPT, work: Work, *, library: Any) -> nn.Module:
+    policy = library.MixedPrecisionPolicy()
     if work.precision == "bf16":
-        policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        policy = library.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     mesh = _mesh(work)
     for block in model.blocks:
-        fsdp.fully_shard(block, mesh=mesh, mp_policy=policy)
-    fsdp.fully_shard(model, mesh=mesh, mp_policy=policy)
+        library.fully_shard(block, mesh=mesh, mp_policy=policy)
+    library.fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 
 def _wrap_fullshard(
-    model: GPT, work: Work, *, comm: Literal["auto", "peer_memory", "process_group"]
+    model: GPT, work: Work, *, comm: Literal["auto", "peer_memory", "process_group"] = "auto"
 ) -> nn.Module:
-    policy = fullshard.MixedPrecisionPolicy()
-    if work.precision == "bf16":
-        policy = fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     fullshard.set_default_comm(comm)
-    mesh = _mesh(work)
-    for block in model.blocks:
-        fullshard.fully_shard(block, mesh=mesh, mp_policy=policy)
-    fullshard.fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model
+    return _wrap_fsdp2(model, work, library=fullshard)
 
 
 def _mesh(work: Work) -> DeviceMesh:
@@ -220,11 +214,15 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "local": Implementation(_with_optimizer(_wrap_local), _in_order),
     "ddp": Implementation(_with_optimizer(_wrap_ddp), _no_sync),
     "fsdp1": Implementation(_with_optimizer(partial(_wrap_fsdp1, library=fsdp)), _no_sync),
-    "fsdp2": Implementation(_with_optimizer(_wrap_fsdp2), _requires_gradient_sync),
+    "fsdp2": Implementation(
+        _with_optimizer(partial(_wrap_fsdp2, library=fsdp)), _requires_gradient_sync
+    ),
     "deepspeed": Implementation(_wrap_deepspeed, zero3.reduce_in_last, zero3.reduce_in_each),
     "fullshard": Implementation(
-        _with_optimizer(partial(_wrap_fullshard, comm="auto"), on_shards=True),
-        _requires_gradient_sync,
+        _with_optimizer(_wrap_fullshard, on_shards=True), _requires_gradient_sync
+    ),
+    "fullshard-unmodified": Implementation(
+        _with_optimizer(_wrap_fullshard), _requires_gradient_sync
     ),
     "fullshard-fsdp1": Implementation(
         _with_optimizer(partial(_wrap_fsdp1, library=fullshard)), _no_sync

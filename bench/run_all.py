@@ -41,7 +41,7 @@ from .tables import Table, as_json, machine
 RESULTS = Path(__file__).parent / "results"
 _NBYTES_BEYOND_CACHE = 64 << 20
 _EVERYBODY = ("local", *COLUMNS)
-_SHORT_LIST = ("local", "fsdp2", "fullshard", "fullshard-fsdp1")
+_SHORT_LIST = ("local", "fsdp2", "fullshard", "fullshard-unmodified", "fullshard-fsdp1")
 _PG = "fullshard-pg"
 
 
@@ -291,7 +291,8 @@ def build_table(sections: Sequence[Section], *, seconds: float) -> Table:
     notes = dict.fromkeys(note for section in sections for note in section.notes())
     table.notes = [
         f"{num_reached} of {num_goals} goals reached; {seconds / 60:.0f} minutes",
-        "fullshard: fully_shard with step_on_shards; over Gloo: the same without peer memory; "
+        "fullshard: fully_shard with step_on_shards; unmodified: without, FSDP2's program as it is; "
+        "over Gloo: with step_on_shards, without peer memory; "
         "as FSDP1: FullyShardedDataParallel",
         *notes,
     ]
