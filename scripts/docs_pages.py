@@ -7,6 +7,9 @@ so that they can be read on the code host and in any clone. On the site a link t
 one between pages, and one to anything else in the repository leads to the code host. A link to what is not
 there is an error; anchors are checked by the site's builder.
 
+A picture in two versions, for light and for dark screens, is a <picture> in the repository. The site has a
+switch of its own for that, so there it becomes two pictures, of which the theme shows one.
+
 README.md, CHANGELOG.md and CONTRIBUTING.md become pages of the site too. Needs the standard library alone.
 """
 
@@ -29,6 +32,10 @@ FROM_ROOT = {
 }
 FENCE = re.compile(r"^( *)(`{3,})[^\n]*\n.*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(\]\()([^()\s]+)(?=\))")
+PICTURE = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(?P<dark>[^"]+)">'
+    r'\s*<img alt="(?P<alt>[^"]+)" src="(?P<light>[^"]+)">\s*</picture>'
+)
 
 
 class PagesError(Exception):
@@ -60,6 +67,7 @@ def on_site(markdown: str, page: str, source: str) -> str:
 
 
 def _with_links(text: str, page: str, source: str) -> str:
+    text = PICTURE.sub(r"![\g<alt>](\g<light>#only-light)![\g<alt>](\g<dark>#only-dark)", text)
     return LINK.sub(lambda link: link[1] + _target(link[2], page, source), text)
 
 

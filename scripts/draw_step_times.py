@@ -2,9 +2,9 @@
 
     .venv/bin/python scripts/draw_step_times.py
 
-Every setting of the step benchmark in the file is a group of bars; none is left out. A bar is the
-median over the rounds of a step's time over FSDP2's in the same round, the thin line on it reaches
-from the lowest round to the highest.
+Two settings, a small batch and a large one: of each the time of a step and the memory, over FSDP2's. A bar of
+time is the median over the rounds, each taken over FSDP2's in the same round; the thin line reaches from the
+lowest round to the highest. docs/results.md has all settings.
 """
 
 import json
@@ -17,77 +17,93 @@ from matplotlib import rcParams
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results" / "2026-11-22-amd-epyc.json"
 PICTURE = ROOT / "docs" / "images" / "step-times.png"
 
-# By their names in the file: what the legend says, and a colour that prints in grey as well.
+# By the titles of their tables: what stands below the bars.
+SETTINGS = {
+    "step: ranks 2, batch 2x128, fp32": "small batch\n2 x 128 tokens a rank",
+    "step: ranks 2, batch 8x256, fp32": "large batch\n8 x 256 tokens a rank",
+}
+# By their names in the tables: what the legend says, and a colour that prints in grey as well.
 IMPLEMENTATIONS = {
-    "deepspeed": ("DeepSpeed ZeRO-3", "#e3e6ea"),
-    "fsdp2": ("PyTorch FSDP2", "#c3c9d0"),
-    "fsdp1": ("PyTorch FSDP1", "#a1a9b3"),
-    "ddp": ("DDP, nothing sharded", "#7c8692"),
-    "fullshard": ("fullshard: fully_shard", "#0072b2"),
-    "fullshard-fsdp1": ("fullshard: FullyShardedDataParallel", "#56b4e9"),
+    "fsdp2": ("PyTorch's FSDP2", "#a1a9b3"),
+    "fullshard-unmodified": ("fullshard, script unmodified", "#56b4e9"),
+    "fullshard": ("fullshard, with step_on_shards", "#0072b2"),
 }
 WIDTH = 0.82 / len(IMPLEMENTATIONS)  # of the distance between two groups
 
 
-class Ratio(NamedTuple):
-    """A step's time over FSDP2's: the median of the rounds, and their range."""
+class Measured(NamedTuple):
+    """What one program took over FSDP2: of a step's time the median of the rounds and their range; of memory the peak."""
 
-    median: float
+    time: float
     lowest: float
     highest: float
+    memory: float
 
 
-def ratios_by_setting(results: dict[str, Any]) -> dict[str, dict[str, Ratio]]:
-    """Return the ratios of each implementation by setting: "2 ranks, batch 2x128, fp32"."""
-    found = {}
-    for title, section in results.items():
-        if title.startswith("step: ranks "):
-            ranks, _, rest = title.removeprefix("step: ranks ").partition(", ")
-            found[f"{ranks} ranks, {rest}"] = {
-                name: Ratio(median(rounds), min(rounds), max(rounds))
-                for name, values in section["comparison"].items()
-                if name in IMPLEMENTATIONS and (rounds := values["over_fsdp2"])
-            }
-    return found
+def newest() -> Path:
+    """Return the newest file of results that has both settings, and in them, if any file does, every program."""
+    found = [
+        (len(programs), path.name, path)
+        for path in (ROOT / "bench" / "results").glob("20*.json")
+        if (sections := json.loads(path.read_text())).keys() >= SETTINGS.keys()
+        and (programs := IMPLEMENTATIONS.keys() & sections[min(SETTINGS)]["comparison"].keys())
+    ]
+    return max(found)[-1]
 
 
-def draw(measured: dict[str, dict[str, Ratio]], note: str, path: Path) -> None:
-    """Write the picture as PNG, with a note on where this was measured."""
-    rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    figure = Figure(figsize=(10, 3.7), layout="constrained")
-    axes = figure.subplots()
+def measured(results: dict[str, Any]) -> dict[str, dict[str, Measured]]:
+    """Return what the picture shows: {"step: ranks 2, batch 2x128, fp32": {"fullshard": ...}}."""
+    return {
+        setting: {
+            name: Measured(
+                *(round(pick(rows[name]["over_fsdp2"]), 3) for pick in (median, min, max)),
+                memory=round(rows[name]["pss_mb"] / rows["fsdp2"]["pss_mb"], 3),
+            )
+            for name in IMPLEMENTATIONS
+            if name in rows
+        }
+        for setting in SETTINGS
+        for rows in [results[setting]["comparison"]]
+    }
+
+
+def draw(bars: dict[str, dict[str, Measured]], path: Path) -> None:
+    """Write the picture as PNG; a test reads from it what it shows."""
+    rcParams.update({"font.size": 12, "axes.spines.top": False, "axes.spines.right": False})
+    figure = Figure(figsize=(7.6, 4), layout="constrained")
+    times, memories = figure.subplots(ncols=2, sharey=True)
     for i, (name, (label, colour)) in enumerate(IMPLEMENTATIONS.items()):
-        there = [(g, bars[name]) for g, bars in enumerate(measured.values()) if name in bars]
+        there = [(g, row[name]) for g, row in enumerate(bars.values()) if name in row]
         places = [g + (i - (len(IMPLEMENTATIONS) - 1) / 2) * WIDTH for g, _ in there]
-        heights = [ratio.median for _, ratio in there]
+        for axes, heights in (
+            (times, [bar.time for _, bar in there]),
+            (memories, [bar.memory for _, bar in there]),
+        ):
+            drawn = axes.bar(places, heights, WIDTH * 0.9, color=colour)
+            axes.bar_label(
+                drawn, [f"{height:.2f}" for height in heights], label_type="center", fontsize=10,
+                color="white" if name == "fullshard" else "black",
+            )  # fmt: skip
         spread = [
-            [ratio.median - ratio.lowest for _, ratio in there],
-            [ratio.highest - ratio.median for _, ratio in there],
+            [bar.time - bar.lowest for _, bar in there],
+            [bar.highest - bar.time for _, bar in there],
         ]
-        axes.bar(places, heights, WIDTH * 0.9, color=colour, label=label)
-        axes.errorbar(places, heights, spread, fmt="none", ecolor="#444", elinewidth=1)
-    axes.axhline(1, color="#555", linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_xticks(range(len(measured)), [_in_lines(setting) for setting in measured])
-    axes.set_ylabel("step time over FSDP2's (less is better)")
-    axes.tick_params(axis="x", length=0)
-    axes.margins(x=0.01)
-    axes.set_title(note, loc="right", fontsize=8, color="#555")
-    figure.legend(loc="outside upper center", ncols=6, frameon=False, handlelength=1, fontsize=8.5)
-    described = {"Software": None, "Description": json.dumps(measured)}  # so that a test can tell
+        times.errorbar(places, [bar.time for _, bar in there], spread, fmt="none", ecolor="#444")
+        times.plot([], color=colour, linewidth=8, label=label)
+    for axes, title in ((times, "time of a step"), (memories, "host memory")):
+        axes.axhline(1, color="#555", linewidth=0.8, linestyle=(0, (4, 3)))
+        axes.set_xticks(range(len(bars)), [SETTINGS[setting] for setting in bars], fontsize=10)
+        axes.tick_params(axis="x", length=0)
+        axes.set_title(title, fontsize=12)
+    times.set_ylabel("over FSDP2's (less is better)")
+    figure.legend(loc="outside upper center", ncols=2, frameon=False, handlelength=1, fontsize=11)
+    described = {"Software": None, "Description": json.dumps(bars)}
     figure.savefig(path, dpi=150, metadata=described)
-
-
-def _in_lines(setting: str) -> str:
-    """ "2 ranks, batch 2x128, fp32" in as many lines as it has parts."""
-    return setting.replace(", ", "\n")
 
 
 if __name__ == "__main__":
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURE
-    recorded = json.loads(RESULTS.read_text())
-    machine = "CPU ranks of one host: {cores}-core {cpu}, torch {torch}, {date}"
-    draw(ratios_by_setting(recorded), machine.format(**recorded["machine"]), target)
+    draw(measured(json.loads(newest().read_text())), target)
     print(target)

@@ -110,6 +110,13 @@ def test_links_of_the_repository_become_the_site_s(
     assert MAKING["on_site"](f"See [it]({link}).", page, source) == f"See [it]({expected})."
 
 
+def test_a_picture_for_light_and_dark_becomes_two_of_which_the_theme_shows_one() -> None:
+    made = MAKING["on_site"]((ROOT / "README.md").read_text(), "index.md", "README.md")
+    assert "<picture>" not in made
+    for name, shown in ("timeline", "#only-light"), ("timeline-dark", "#only-dark"):
+        assert f"](images/{name}.png{shown})" in made
+
+
 def test_links_in_code_stay() -> None:
     code = "```text\n[it](../README.md)\n```\n"
     changed = MAKING["on_site"](

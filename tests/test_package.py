@@ -154,8 +154,11 @@ def test_nothing_but_torch_and_numpy_is_needed_without_an_extra(built: Built) ->
     assert {"train", "checkpoint", "notebook"} <= {*built.metadata.get_all("Provides-Extra")}
 
 
+_LINK = r'(?<=\]\()[^)\s]+(?=\))|(?<=src=")[^"]+|(?<=srcset=")[^"]+'
+
+
 def _links(text: str) -> Iterator[str]:
-    yield from re.findall(r"\]\(([^)\s]+)\)", re.sub(r"(?s)```.*?```", "", text))
+    yield from re.findall(_LINK, re.sub(r"(?s)```.*?```", "", text))
 
 
 def test_the_package_page_is_the_readme_with_links_that_lead_somewhere(built: Built) -> None:
@@ -174,7 +177,7 @@ def test_the_package_page_is_the_readme_with_links_that_lead_somewhere(built: Bu
         else:
             assert absolute == f"{home}/blob/v{version}/{relative}"
     # And nothing else has changed.
-    unlinked = [re.sub(r"\]\([^)\s]+\)", "]()", text).strip() for text in (README, page)]
+    unlinked = [re.sub(_LINK, "", text).strip() for text in (README, page)]
     assert unlinked[0] == unlinked[1]
 
 
