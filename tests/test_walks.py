@@ -25,7 +25,7 @@ def _listed(walk: str) -> tuple[list[str], set[str]]:
     """Return the files of a walk in docs/code.md, and those said to take note only."""
     text = (ROOT / "docs/code.md").read_text()
     section = text.split(f"### {walk}\n")[1].split("\n#")[0]
-    road, _, notes = section.partition("Beside the road")
+    road, _, notes = section.partition("Also involved")
     return re.findall(r"^\d+\. `([\w/]+\.py)`", road, flags=re.MULTILINE), set(
         re.findall(r"`([\w/]+\.py)`", notes)
     )
