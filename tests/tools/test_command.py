@@ -88,7 +88,7 @@ def test_without_the_extra_packages_the_command_says_what_to_install() -> None:
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("fullshard: the command line needs jinja2, numpy, psutil, rich, ty")
-    assert line.endswith('pip install "fullshard[train]"')
+    assert line.endswith(f"pip install '{ROOT}[train]'")
 
 
 def test_without_the_extra_packages_the_version_is_printed() -> None:

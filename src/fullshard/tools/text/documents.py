@@ -4,7 +4,7 @@
     table           JSON lines, JSON, CSV, Parquet and what `datasets` has saved; a row such as
                     {"text": "Hello", "id": 7} is the document Hello, and read as bytes Hello and a newline
 
-JSON and CSV are read here and not by `datasets`, which `fullshard[train]` does not install, and which takes a row without
+JSON and CSV are read here and not by `datasets`, which the extra `train` does not install, and which takes a row without
 text for one, guesses types of columns that nobody asked for, and names no line of a file that it cannot read.
 """
 
@@ -21,6 +21,7 @@ from typing import IO, Any, NamedTuple
 
 from fullshard.tools.config import OptionError
 from fullshard.tools.text.cache import CorpusError, KeptFile, kept
+from fullshard.versions import install_hint
 
 DEFAULT_FIELD = "text"
 """Where text is, unless --text-field says otherwise."""
@@ -455,5 +456,5 @@ def _library(name: str) -> ModuleType:
     except ImportError as error:
         raise OptionError(
             f"--data: Parquet and saved data sets are read by {name.partition('.')[0]}, which is not installed "
-            f'({error}). pip install "fullshard[huggingface]"'
+            f"({error}). Install it with: {install_hint('huggingface')}"
         ) from error

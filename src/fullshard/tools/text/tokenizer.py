@@ -16,6 +16,7 @@ from typing import Any
 
 from fullshard.json_files import parse_json
 from fullshard.tools.config import OptionError
+from fullshard.versions import install_hint
 
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -123,8 +124,8 @@ def _parsed(file: Path, where: str) -> Any:
         import tokenizers
     except ImportError as error:
         raise OptionError(
-            f"{where}: needs tokenizers, which is not installed ({error}). "
-            'pip install "fullshard[huggingface]"'
+            f"{where}: needs tokenizers, which is not installed ({error}). Install it with: "
+            f"{install_hint('huggingface')}"
         ) from error
     try:
         return tokenizers.Tokenizer.from_file(str(file))
