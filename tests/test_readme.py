@@ -96,8 +96,8 @@ SEEN = {
         ],
         "fullshard train --model downloads/llama --tokenizer tokenizer.json --data my_texts/ --seq 128 "
         "--out runs/llama": [r"tokens of 257 kinds", r"runs/llama/report\.html"],
-        "fullshard train --model downloads/llama --init-from downloads/llama --tokenizer tokenizer.json "
-        "--data my_texts/ --seq 128 --lr 1e-5 --out runs/tuned": [
+        "fullshard train --finetune downloads/llama --tokenizer tokenizer.json "
+        "--data my_texts/ --seq 128 --out runs/tuned": [
             r"beginning with the weights of downloads/llama"
         ],
         "fullshard export runs/tuned --hf exports/tuned": [

@@ -26,7 +26,7 @@ from rich.table import Table
 
 import fullshard
 from fullshard.errors import CheckpointError, DamagedCheckpointError
-from fullshard.tools.cli_options import flag, refuse
+from fullshard.tools.cli_options import App, at_least, flag, refuse
 from fullshard.tools.exits import Exit
 from fullshard.tools.json_text import json_text
 from fullshard.tools.progress import Copying, as_it_is, printable
@@ -35,10 +35,9 @@ _SECTIONS = ("model", "optimizer", "extra")
 _RUN_CHECKPOINTS = "checkpoints"
 _MOST_SHOWN = 40
 
-app = typer.Typer(
+app = App(
     name="ckpt",
     help="Look into checkpoints, check, compare and convert them. No ranks, model or GPU are needed.",
-    no_args_is_help=True,
 )
 
 _PATHS = """
@@ -51,7 +50,7 @@ Exit codes: 0 done, 1 failed, 2 unusable options
 def _examples(*lines: str, more: str = "") -> str:
     return (
         "\nExamples:\n\n"
-        + "\n\n".join(f"    {line}" for line in lines)
+        + "\n".join(f"    {line}" for line in lines)
         + "\n"
         + _PATHS.rstrip()
         + more
@@ -74,7 +73,12 @@ _Overwrite = Annotated[
     bool, flag("--overwrite", "Replace what is there, once the new one is complete.")
 ]
 _Ranks = Annotated[
-    int, typer.Option(help="Divide files as this many ranks would have written them.", min=1)
+    int,
+    typer.Option(
+        help="Divide files as this many ranks would have written them.",
+        metavar="N",
+        callback=at_least(1),
+    ),
 ]
 
 
@@ -141,7 +145,12 @@ def diff(
         ),
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(help="Largest difference of two elements that counts as none.", min=0)
+        float,
+        typer.Option(
+            help="Largest difference of two elements that counts as none.",
+            metavar="X",
+            callback=at_least(0),
+        ),
     ] = 0.0,
     as_json: _Json = False,
 ) -> None:
@@ -189,7 +198,10 @@ def export(
     path: _Path,
     target: _Target,
     to: Annotated[
-        Form, typer.Option(help="Hugging Face safetensors, or torch.distributed.checkpoint.")
+        Form,
+        typer.Option(
+            help="Hugging Face safetensors, or torch.distributed.checkpoint.", metavar="hf|dcp"
+        ),
     ],
     config: Annotated[
         str | None,
@@ -198,7 +210,7 @@ def export(
         ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="hf: dtype of the weights: fp32, bf16 or fp16.")
+        str | None, typer.Option(help="hf: dtype of the weights.", metavar="fp32|bf16|fp16")
     ] = None,
     key: Annotated[
         str | None, typer.Option(help="hf: which of several models.", metavar="KEY")
@@ -254,8 +266,10 @@ def import_(
     overwrite: _Overwrite = False,
     as_json: _Json = False,
 ) -> None:
-    """Write what others have saved as a checkpoint with checksums. load_checkpoint takes them as they are,
-    too."""
+    """Write what others have saved as a checkpoint with checksums.
+
+    `load_checkpoint` takes it as it is, too.
+    """
     how = {"ranks": ranks, "weights_only": weights_only, "overwrite": overwrite}
     _convert("import", path, target, how, as_json=as_json)
 
@@ -270,9 +284,17 @@ def prune(
     folder: Annotated[
         str, typer.Argument(help="A folder of checkpoints, or a run.", metavar="FOLDER")
     ],
-    keep_last: Annotated[int, typer.Option(help="How many of the newest stay.", min=1)],
+    keep_last: Annotated[
+        int,
+        typer.Option(help="How many of the newest stay.", metavar="N", callback=at_least(1)),
+    ],
     keep_every: Annotated[
-        int | None, typer.Option(help="Those of steps that this divides stay as well.", min=1)
+        int | None,
+        typer.Option(
+            help="Those of steps that this divides stay as well.",
+            metavar="N",
+            callback=at_least(1),
+        ),
     ] = None,
     dry_run: Annotated[bool, flag("--dry-run", "Say what would be removed.")] = False,
     as_json: _Json = False,
@@ -309,6 +331,8 @@ def _failures(command: str, *, as_json: bool) -> Iterator[None]:
     """Say why the body failed, and end with its exit code."""
     try:
         yield
+    except BrokenPipeError:  # of what reads the output
+        raise
     except (CheckpointError, OSError) as error:
         if as_json:
             print(json_text({"error": str(error)}))

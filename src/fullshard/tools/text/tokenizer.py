@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.json_files import parse_json
-from fullshard.tools.config import OptionError
+from fullshard.tools.config import OptionError, how_to_get
 from fullshard.versions import install_hint
 
 FILE = "tokenizer.json"
@@ -91,6 +91,7 @@ def open_tokenizer(path: Path, end: str = "") -> Tokenizer:
         raise OptionError(
             f"{where}: {'holds no ' + FILE if path.is_dir() else 'no such file'}. Give a file that "
             "`tokenizers` has saved, or a folder with one, such as that of a model of Hugging Face."
+            f"{how_to_get(str(path))}"
         )
     inner = _parsed(file, where)
     # Both are kept in the file, where others left them on, and would cut or fill what is trained on.
