@@ -339,7 +339,7 @@ _MOST_LINES = {
     "peers": 3005,
     "plan": 1540,
     "state": 3270,
-    "tools": 13130,
+    "tools": 13140,
     "top": 2130,
     "watch": 1440,
 }

@@ -76,6 +76,22 @@ def test_any_checkpoint_of_a_run_is_exported_in_any_dtype(run: Path, tmp_path: P
     assert json.loads((tmp_path / "a" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_ckpt_export_knows_the_model_of_a_run(run: Path, tmp_path: Path) -> None:
+    for source in (run, run / "checkpoints" / "step-00000001"):
+        result = _call(
+            "ckpt", "export", source, tmp_path / "a", "--to", "hf", "--overwrite", "--json"
+        )
+        assert result.exit_code == Exit.OK, result.output
+        assert json.loads(result.stdout)["files"] == ["model.safetensors", "config.json"]
+        assert json.loads((tmp_path / "a" / "config.json").read_text())["model_type"] == "llama"
+    result = _call("ckpt", "export", run, tmp_path / "b", "--to", "hf", "--config", run)
+    assert result.exit_code == Exit.USAGE
+    assert "is a run" in result.output
+    result = _call("ckpt", "export", run, tmp_path / "a", "--to", "hf")
+    assert result.exit_code == Exit.USAGE
+    assert "--overwrite" in result.output
+
+
 def test_what_cannot_be_exported_is_said(run: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "a.txt").touch()

@@ -248,10 +248,9 @@ def named(objects: Any, section: str) -> dict[str, Any]:
     for name, each in by_section.items():
         fits = isinstance(each, nn.Module) if section == "model" else hasattr(each, "param_groups")
         if not fits:
-            wanted = "a module, or a dict of modules"
-            if section != "model":
-                wanted = "an optimizer, or a dict of optimizers"
-            raise CheckpointError(f"{name} is a {type(each).__name__}: give {wanted} by keys.")
+            kind = "a module" if section == "model" else "an optimizer"
+            found = type(each).__name__
+            raise CheckpointError(f"{name} is a {found}: give {kind}, or a dict of them by keys.")
     return {name: without_ddp(each) for name, each in by_section.items()}
 
 

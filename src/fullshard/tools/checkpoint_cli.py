@@ -27,6 +27,7 @@ from rich.table import Table
 import fullshard
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.tools.cli_options import App, at_least, flag, refuse
+from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.json_text import json_text
 from fullshard.tools.progress import Copying, as_it_is, printable
@@ -206,7 +207,8 @@ def export(
     config: Annotated[
         str | None,
         typer.Option(
-            help="hf: config.json, or a folder with it and with tokenizer files.", metavar="PATH"
+            help="hf: config.json, or a folder with it and with tokenizer files. Default: of a run its own.",
+            metavar="PATH",
         ),
     ] = None,
     dtype: Annotated[
@@ -219,34 +221,29 @@ def export(
     overwrite: _Overwrite = False,
     as_json: _Json = False,
 ) -> None:
-    """Write a checkpoint in a form of others. For a run of fullshard train, see also: fullshard export."""
-    from fullshard.tools.weights import DTYPES  # torch, as the work itself
+    """Write a checkpoint in a form of others; of a run of `fullshard train`, as `fullshard export` does."""
+    # torch, as the work itself
+    from fullshard.tools.weights import DTYPES, export_run, is_run, run_of
 
     if to is Form.DCP and (config or dtype or key):
         raise refuse("ckpt export", "--config, --dtype and --key are for --to hf.")
     if dtype is not None and dtype not in DTYPES:
         raise refuse("ckpt export", f"--dtype {dtype}: is none of {', '.join(DTYPES)}.")
+    if config is not None and is_run(Path(config)):
+        raise refuse("ckpt export", f"--config {config}: is a run, and no model's. Leave it out.")
     with _failures("export", as_json=as_json), Copying("writing") as bar:
-        if to is Form.HF:
-            weights = fullshard.export_hf(
-                fullshard.inspect_checkpoint(path).path,
-                target,
-                config=config,
-                dtype=DTYPES[dtype] if dtype else None,
-                key=key,
-                overwrite=overwrite,
-                progress=bar.update,
-            )
-            written = {"path": str(weights.path), "nbytes": weights.nbytes, "files": weights.files}
-        else:
-            state = fullshard.export_dcp(
-                path,
-                target,
-                weights_only=weights_only,
-                overwrite=overwrite,
-                progress=bar.update,
-            )
+        how: dict[str, Any] = {"overwrite": overwrite, "progress": bar.update}
+        if to is Form.DCP:
+            state = fullshard.export_dcp(path, target, weights_only=weights_only, **how)
             written = {"path": str(state.path), "nbytes": state.nbytes}
+        else:
+            if config is None and key is None and run_of(Path(path)):
+                weights = export_run(Path(path), Path(target), dtype=dtype, **how)[1]
+            else:
+                how |= {"config": config, "key": key, "dtype": DTYPES[dtype] if dtype else None}
+                source = fullshard.inspect_checkpoint(path).path
+                weights = fullshard.export_hf(source, target, **how)
+            written = {"path": str(weights.path), "nbytes": weights.nbytes, "files": weights.files}
     _print_written(written, as_json=as_json)
 
 
@@ -333,6 +330,8 @@ def _failures(command: str, *, as_json: bool) -> Iterator[None]:
         yield
     except BrokenPipeError:  # of what reads the output
         raise
+    except OptionError as error:
+        raise refuse(f"ckpt {command}", error) from None
     except (CheckpointError, OSError) as error:
         if as_json:
             print(json_text({"error": str(error)}))

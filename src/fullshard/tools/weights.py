@@ -13,7 +13,12 @@ from torch import nn
 import fullshard
 from fullshard.errors import CheckpointError
 from fullshard.json_files import read_json
-from fullshard.models.blueprints import Blueprint, ConfiguredBlueprint, read_model_config
+from fullshard.models.blueprints import (
+    Blueprint,
+    ConfiguredBlueprint,
+    ModelConfigError,
+    read_model_config,
+)
 from fullshard.models.sizes import SIZES, LlamaConfig
 from fullshard.tools.config import OptionError, TrainConfig, as_size_or_path, how_to_get
 from fullshard.tools.run_folder import RunFolder
@@ -48,7 +53,7 @@ def export_run(
     out: Path,
     *,
     dtype: str | None,
-    max_shard_size: str,
+    max_shard_size: str = "5GB",
     overwrite: bool,
     progress: Callable[[int, int], object],
 ) -> "tuple[Path, fullshard.ExportedWeights]":
@@ -60,20 +65,17 @@ def export_run(
         raise OptionError(f"--dtype {dtype}: choose from {', '.join(DTYPES)}.")
     if not overwrite and out.is_dir() and any(out.iterdir()):
         raise OptionError(f"--hf {out}: is there already. Name another folder, or add --overwrite.")
-    if is_run(run):
-        folder, checkpoint = RunFolder(run), _newest(RunFolder(run).checkpoints)
-        if checkpoint is None:
-            raise OptionError(
-                f"{run}: holds no complete checkpoint; its run ended before the first."
-            )
-    elif is_run(run.parent.parent):  # RUN/checkpoints/step-00000350
-        folder, checkpoint = RunFolder(run.parent.parent), run
-    else:
+    found = run_of(run)
+    if found is None:
         raise OptionError(
             f"{run}: is no run of `fullshard train`, nor a checkpoint in one. For another model's "
             "checkpoint, call fullshard.export_hf(checkpoint, folder, config=...): "
             f"only you know its configuration.{what_it_is(run)}"
         )
+    folder = RunFolder(found)
+    checkpoint = _newest(folder.checkpoints) if found == run else run
+    if checkpoint is None:
+        raise OptionError(f"{run}: holds no complete checkpoint; its run ended before the first.")
     with tempfile.TemporaryDirectory() as beside:
         _write_beside(folder, Path(beside))
         exported = fullshard.export_hf(
@@ -135,7 +137,10 @@ def fine_tuning(options: Mapping[str, Any]) -> dict[str, Any]:
                 f"{where} and {option} {given[name]}: --finetune takes configuration, weights and tokenizer from its "
                 f"folder. Leave out {option}, or name all three: --model, --init-from, --tokenizer."
             )
-    vocab_size = read_model_config(path).get("vocab_size")
+    try:
+        vocab_size = read_model_config(path).get("vocab_size")
+    except ModelConfigError as error:
+        raise OptionError(f"{where}: {error}") from error
     if has_tokenizer:
         given["tokenizer"] = folder
     elif (
@@ -231,6 +236,11 @@ def is_run(path: Path) -> bool:
     except OptionError:
         return False
     return {"options", "corpus"} <= fields.keys()
+
+
+def run_of(path: Path) -> Path | None:
+    """Return the run that a path is, or that it is a checkpoint of: RUN/checkpoints/step-00000350."""
+    return next((each for each in (path, path.parent.parent) if is_run(each)), None)
 
 
 def _newest(folder: Path) -> Path | None:
