@@ -339,8 +339,8 @@ _MOST_LINES = {
     "peers": 3005,
     "plan": 1540,
     "state": 3270,
-    "tools": 13140,
-    "top": 2130,
+    "tools": 13125,
+    "top": 2150,
     "watch": 1440,
 }
 

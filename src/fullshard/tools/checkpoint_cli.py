@@ -26,10 +26,10 @@ from rich.table import Table
 
 import fullshard
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.json_files import json_text
 from fullshard.tools.cli_options import App, at_least, flag, refuse
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
-from fullshard.tools.json_text import json_text
 from fullshard.tools.progress import Copying, as_it_is, printable
 
 _SECTIONS = ("model", "optimizer", "extra")

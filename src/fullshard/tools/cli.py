@@ -27,12 +27,12 @@ from typing import Annotated
 import typer
 
 from fullshard.errors import CheckpointError
+from fullshard.json_files import json_text
 from fullshard.tools.checking_cli import REPLAY_EXAMPLES, VERIFY_EXAMPLES, replay, verify
 from fullshard.tools.checkpoint_cli import app as checkpoint_app
 from fullshard.tools.cli_options import App, at_least, flag, refuse
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
-from fullshard.tools.json_text import json_text
 from fullshard.tools.launch_cli import LAUNCH_EXAMPLES, launch
 from fullshard.tools.train_cli import TRAIN_EXAMPLES, TrainCommand, train
 from fullshard.versions import installed

@@ -304,7 +304,7 @@ def options(run: RunRecord) -> list[tuple[str, str]]:
     """Return every option of the run, as rows."""
     if run.config is None:
         return []
-    fields = dataclasses.asdict(run.config).items()
+    fields = {**dataclasses.asdict(run.config), "model": run.config.model_name}.items()
     return [(name, _option(value)) for name, value in fields]
 
 

@@ -197,7 +197,7 @@ def check_initial_weights(config: TrainConfig, blueprint: Blueprint) -> None:
         found = blueprint.differences(fields)
         if found:
             raise OptionError(
-                f"{where}: is another model than --model {config.model}: {'; '.join(found)}. "
+                f"{where}: is another model than --model {config.model_name}: {'; '.join(found)}. "
                 f"For the model of that folder, with its tokenizer: --model {path} --tokenizer {path}"
             )
 
