@@ -372,7 +372,7 @@ def _run(words: list[str], folder: Path) -> str:
         case ["fullshard", "train", *rest]:
             # The last of an option counts.
             shorter = ["--steps", "8" if "--resume" in rest else "4", "--cache", "cache"]
-            if not {"--resume", "--model"} & {*rest}:
+            if not {"--resume", "--model", "--finetune"} & {*rest}:
                 shorter += ["--model", "tiny"]
             return _call([sys.executable, "-m", "fullshard", "train", *rest, *shorter], folder)
         case ["fullshard", *rest]:
