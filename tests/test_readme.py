@@ -103,8 +103,8 @@ SEEN = {
         ],
         "fullshard train --model downloads/llama --tokenizer tokenizer.json --data my_texts/ --seq 128 "
         "--out runs/llama": [r"tokens of 257 kinds", r"runs/llama/report\.html"],
-        "fullshard train --model downloads/llama --init-from downloads/llama --tokenizer tokenizer.json "
-        "--data my_texts/ --seq 128 --lr 1e-5 --out runs/tuned": [
+        "fullshard train --finetune downloads/llama --tokenizer tokenizer.json "
+        "--data my_texts/ --seq 128 --out runs/tuned": [
             r"beginning with the weights of downloads/llama"
         ],
         "fullshard export runs/tuned --hf exports/tuned": [
@@ -385,7 +385,7 @@ def _run(words: list[str], folder: Path) -> str:
         case ["fullshard", "train", *rest]:
             # The last of an option counts.
             shorter = ["--steps", "8" if "--resume" in rest else "4", "--cache", "cache"]
-            if not {"--resume", "--model"} & {*rest}:
+            if not {"--resume", "--model", "--finetune"} & {*rest}:
                 shorter += ["--model", "tiny"]
             return _call([sys.executable, "-m", "fullshard", "train", *rest, *shorter], folder)
         case ["fullshard", "compare", *rest]:

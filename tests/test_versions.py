@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
+import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 
-from fullshard.versions import NEWEST, OLDEST, check_torch_version
+from fullshard.versions import NEWEST, OLDEST, check_torch_version, install_hint
 from tests.fresh import in_fresh_forks
 
 REMEDY = re.escape(f"pip install 'torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'.")
@@ -52,3 +56,37 @@ for _ in range(2):
     assert len(lines) == 2
     for line in lines:
         assert re.search(rf"this is 2\.10\.0\+cpu\. .*{REMEDY} False$", line)
+
+
+def test_what_is_missing_is_installed_from_the_clone_or_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clone = Path(__file__).parents[1]
+    assert install_hint("train").endswith(f"'{clone}[train]'")
+    # As pip leaves it: the package beside what says where it came from.
+    site, build = tmp_path / "site", tmp_path / "a clone"
+    facts = site / "fullshard-0.1.0.dist-info"
+    for folder in (site / "fullshard", facts, build / "src" / "fullshard"):
+        folder.mkdir(parents=True)
+        shutil.copy(clone / "src" / "fullshard" / "versions.py", folder)
+    (facts / "METADATA").write_text(
+        "Metadata-Version: 2.4\nName: fullshard\nVersion: 0.1.0\nRequires-Dist: torch>=2.11\n"
+        "Requires-Dist: torch>=2; extra == 'train'\n"
+        "Requires-Dist: absent-one>=1.2; extra == 'train'\n"
+        "Requires-Dist: absent-old>=2; (python_version < '3.2') and extra == 'train'\n"
+        "Requires-Dist: absent-other; extra == 'log'\n"
+    )
+    monkeypatch.syspath_prepend(str(site))
+    spec = importlib.util.spec_from_file_location("_installed", site / "fullshard" / "versions.py")
+    assert spec is not None
+    assert spec.loader is not None
+    installed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(installed)
+    assert installed.install_hint("train") == "pip install 'absent-one>=1.2'"
+    assert installed.install_hint("log") == "pip install absent-other"
+    url = build.as_uri()
+    for how, flag in (({}, ""), ({"editable": True}, "-e ")):
+        (facts / "direct_url.json").write_text(json.dumps({"url": url, "dir_info": how}))
+        assert installed.install_hint("train") == f"pip install {flag}'{build}[train]'"
+    shutil.rmtree(build)
+    assert installed.install_hint("train") == "pip install 'absent-one>=1.2'"

@@ -42,4 +42,7 @@ if not TYPE_CHECKING:  # which would take any name for one that is here
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__getattr__("__all__")})
+        """List the public names, and those that every module has; not what this file needs itself."""
+        return sorted(
+            {*__getattr__("__all__"), *(name for name in globals() if name.startswith("__"))}
+        )

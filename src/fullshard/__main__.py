@@ -3,10 +3,10 @@
 import sys
 from importlib.util import find_spec
 
-from fullshard.versions import installed
+from fullshard.versions import install_hint, installed
 
 _EXTRA = ("jinja2", "numpy", "psutil", "rich", "typer")
-"""What `fullshard[train]` installs (pyproject.toml); the library itself needs torch alone."""
+"""What the extra `train` installs (pyproject.toml); the library itself needs torch alone."""
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
     if missing:
         print(
             f"fullshard: the command line needs {', '.join(missing)}. Install with: "
-            'pip install "fullshard[train]"',
+            f"{install_hint('train')}",
             file=sys.stderr,
         )
         sys.exit(2)

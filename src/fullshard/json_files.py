@@ -1,4 +1,6 @@
-"""Reading JSON that somebody else may have written, or damaged: nothing of it is believed before it was looked at.
+"""JSON: that every reader takes (`json_text`), and reading what somebody else may have written, or damaged.
+
+Nothing of that is believed before it was looked at:
 
     fields = read_json(path, dict[str, Any], lambda why: OptionError(f"{path}: {why}."))
 
@@ -9,6 +11,7 @@ types as they are written in code: a dataclass for an object, a NamedTuple for a
 import dataclasses
 import functools
 import json
+import math
 import os
 import stat
 import types
@@ -212,3 +215,16 @@ def _fields(
         return make(**found)
     except ValueError as error:  # what a dataclass finds in values that do not fit together
         raise _FormError(str(error)) from error
+
+
+def json_text(value: Any, **layout: Any) -> str:
+    """Write a value as `json.dumps` does; numbers that are not finite become text, "nan"."""
+    return json.dumps(_finite(value), allow_nan=False, **layout)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -520,6 +520,43 @@ def test_steps_are_numbers(tmp_path: Path, step: Any) -> None:
         fullshard.CheckpointManager(tmp_path, nn.Linear(2, 2), extra=5)  # type: ignore[arg-type]
 
 
+def test_arguments_of_another_kind_are_named(tmp_path: Path) -> None:
+    model: Any = nn.Linear(2, 2)
+    wrong: Any = "adam"
+    fullshard.save_checkpoint(tmp_path / "a", model)
+    fullshard.export_hf(model, tmp_path / "hf", config={})
+    for call, said in (
+        (
+            lambda: fullshard.save_checkpoint(tmp_path / "b", model, wrong),
+            "optimizer is a str: give",
+        ),
+        (
+            lambda: fullshard.load_checkpoint(tmp_path / "a", model, wrong),
+            "optimizer is a str: give",
+        ),
+        (
+            lambda: fullshard.CheckpointManager(tmp_path, model, {"x": wrong}),
+            r"optimizer\.x is a str",
+        ),
+        (
+            lambda: fullshard.save_checkpoint(tmp_path / "b", {"x": wrong}),
+            r"model\.x is a str: give",
+        ),
+        (lambda: fullshard.load_checkpoint(tmp_path / "a", model, extra=wrong), "extra is 'adam'"),
+        (lambda: fullshard.load_hf(model, tmp_path / "hf", rename=wrong), "rename is 'adam': give"),
+        (
+            lambda: fullshard.prune_checkpoints(tmp_path, keep_last=wrong),
+            "keep_last is 'adam': must",
+        ),
+        (
+            lambda: fullshard.convert_checkpoint(tmp_path / "a", tmp_path / "c", ranks=wrong),
+            "ranks is 'adam': must",
+        ),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            call()
+
+
 def test_a_checkpoint_that_has_lost_its_manifest_is_named_and_set_aside(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with fullshard.CheckpointManager(tmp_path, model, every_steps=1) as manager:

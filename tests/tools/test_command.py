@@ -8,13 +8,17 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import fullshard
 from fullshard import __main__ as command
 from fullshard.tools.cli import app
+from fullshard.tools.cli_options import _readable
 from tests.fresh import command as program_of
 from tests.fresh import fullshard_in_fork, in_fresh_forks
 
@@ -88,7 +92,7 @@ def test_without_the_extra_packages_the_command_says_what_to_install() -> None:
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("fullshard: the command line needs jinja2, numpy, psutil, rich, ty")
-    assert line.endswith('pip install "fullshard[train]"')
+    assert line.endswith(f"pip install '{ROOT}[train]'")
 
 
 def test_without_the_extra_packages_the_version_is_printed() -> None:
@@ -121,3 +125,61 @@ def test_a_shell_completes_options() -> None:
     environment = {"_FULLSHARD_COMPLETE": "complete_bash", **typed}
     done = CliRunner().invoke(app, prog_name="fullshard", env=environment)
     assert done.stdout.split() == ["--tokenizer"]
+
+
+def _commands() -> dict[str, Any]:
+    """Return every command by what is typed for it."""
+    group: Any = get_command(app)
+    below = group.commands["ckpt"].commands
+    return {"": group, **group.commands, **{f"ckpt {name}": each for name, each in below.items()}}
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_help_fits_and_names_no_types(width: int) -> None:
+    for name in _commands():
+        words = [*name.split(), "--help"]
+        done = CliRunner().invoke(app, words, env={"COLUMNS": str(width)})
+        assert done.exit_code == 0
+        assert "-h" in done.stdout
+        assert not re.findall(r"<\w+|range\b.*\[x", done.stdout), name
+        assert max(map(len, done.stdout.splitlines())) <= width, name
+        boxes = re.findall(r"^╭─ ([\w ]+?) ─", done.stdout, re.M)
+        assert "Options" not in boxes[2:], f"{name}: --help stands alone"
+    assert boxes
+
+
+@pytest.mark.parametrize("width", [56, 76, 116])
+def test_examples_can_be_pasted_from_help_of_any_width(width: int) -> None:
+    num_examples = 0
+    for name, each in _commands().items():
+        whole = [*_readable(each.epilog or "", 10_000)]
+        examples = [line.partition("  # ")[0].split() for line in whole if line.startswith("    ")]
+        folded = [line for line in _readable(each.epilog or "", width) if line.startswith("    ")]
+        pasted = "\n".join(folded).replace(" \\\n", " ").splitlines()
+        commands = [line.partition("# ")[0].split() for line in pasted]
+        assert [words for words in commands if words] == examples, name
+        num_examples += len(examples)
+    assert num_examples > 30
+
+
+def test_a_shell_completes_options_and_sizes_without_torch() -> None:
+    for typed, found in (
+        ("train --model 1", {"10m", "125m", "1b"}),
+        ("train --fine", {"--finetune"}),
+    ):
+        given = {"COMP_WORDS": f"fullshard {typed}", "COMP_CWORD": str(len(typed.split()))}
+        given["_FULLSHARD_COMPLETE"] = "complete_bash"
+        program = f"import os\nos.environ.update({given})\n{_LISTING}" + program_of()
+        (done,) = in_fresh_forks(program, imported="fullshard.tools.cli")
+        *said, imported = done.out.splitlines()
+        assert set(said) == found
+        assert "torch" not in imported.split()
+
+
+@pytest.mark.parametrize("typed", ["train --help", "--version", "ckpt inspect RUN --json"])
+def test_a_reader_that_ends_early_is_no_error(typed: str, tmp_path: Path) -> None:
+    fullshard.save_checkpoint(tmp_path / "step-00000001", torch.nn.Linear(2, 2), step=1)
+    words = typed.replace("RUN", str(tmp_path)).split()
+    closed = "import os\nread, write = os.pipe()\nos.close(read)\nos.dup2(write, 1)\n"
+    done = fullshard_in_fork(*words, before=closed)
+    assert (done.code, done.err) == (1, "")

@@ -64,6 +64,25 @@ def test_a_run_s_folder_is_a_file_too(tmp_path: Path, typed: list[commands.Typed
         assert result.exit_code == 0, result.output
         found = typed.pop().given
         assert [found[n] for n in ("model", "steps", "data", "seed")] == ["35m", 7, ("x",), 4]
+        assert "log" not in found
+
+
+def test_what_is_typed_replaces_all_that_says_otherwise(
+    tmp_path: Path, typed: list[commands.Typed]
+) -> None:
+    fields = {"model": "x/y", "tokenizer": "x", "init_from": "x", "steps": 7, "seed": 1}
+    _written(tmp_path, json.dumps({"options": fields, "corpus": ""}), "config.json")
+    for words, left in (
+        (["--finetune", "a"], {"finetune": "a", "steps": 7, "seed": 1}),
+        (["--epochs", "2"], {**fields, "epochs": 2.0} | {"steps": None}),
+    ):
+        assert (
+            CliRunner().invoke(cli.app, ["train", "--config", str(tmp_path), *words]).exit_code == 0
+        )
+        assert typed.pop().given == {k: v for k, v in left.items() if v is not None}
+    path = str(_written(tmp_path, 'finetune = "a"\nepochs = 3\n'))
+    assert CliRunner().invoke(cli.app, ["train", "--config", path, "--steps", "5"]).exit_code == 0
+    assert typed.pop().given == {"finetune": "a", "steps": 5}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -163,6 +165,19 @@ def test_what_is_not_typed_depends_on_the_model_and_the_number_of_steps(
     assert chosen(model="tiny", steps=50, lr=1e-3, warmup=40) == (50, 8, 1e-3, 40)
 
 
+def test_epochs_are_counted_in_steps(text: Path, tmp_path: Path) -> None:
+    options = {"device": "cpu", "data": (str(text),), "seq": 16, "model": "TINY", "batch": 1}
+    job = new_job({**options, "epochs": 2.5}, tmp_path / "run")
+    # 950 bytes, 2 x 16 a step; the text is that of these options too.
+    assert (job.config.model, job.config.steps, job.config.warmup) == ("tiny", 75, 7)
+    assert job.text.config is job.config
+    for epochs, said in ((0, "more than 0"), (math.inf, "more than 0"), (1e300, "far too large")):
+        with pytest.raises(OptionError, match=said):
+            new_job({**options, "epochs": epochs}, tmp_path / "run")
+    with pytest.raises(OptionError, match="--epochs 2 and --steps 3"):
+        new_job({**options, "epochs": 2, "steps": 3}, tmp_path / "run")
+
+
 def _have(monkeypatch: pytest.MonkeyPatch, kind: str, *, available: bool) -> None:
     """Let torch be built for an accelerator of which this machine has two, or none."""
 
@@ -215,6 +230,22 @@ class TestResume:
         assert job.done == 20
         assert job.config == dataclasses.replace(folder.read_config(), steps=100)
 
+    def test_a_model_s_folder_may_be_gone(self, folder: RunFolder) -> None:
+        fields = json.loads(folder.config_file.read_text())
+        fields["options"] |= {"model": "./mine", "init_from": "mine"}
+        folder.config_file.write_text(json.dumps(fields))
+        folder.model_file.write_text('{"model_type": "llama"}')
+        for same in ({"finetune": "mine"}, {"model": "mine"}):
+            assert resumed_job(folder.path, same).config.model_name == "mine"
+        with pytest.raises(OptionError, match=r"--init-from other .* --model other"):
+            resumed_job(folder.path, {"finetune": "other"})
+
+    def test_epochs_become_steps(self, folder: RunFolder) -> None:
+        # Of 950 bytes, a step takes 64.
+        assert resumed_job(folder.path, {"epochs": 4.0}).config.steps == 60
+        with pytest.raises(OptionError, match="nothing is left to do"):
+            resumed_job(folder.path, {"epochs": 1.0})
+
     @pytest.mark.parametrize(
         ("name", "value"),
         [("model", "10m"), ("seq", 17), ("seed", 1), ("lr", 1.0), ("data", ("x",))],
@@ -257,7 +288,7 @@ def test_help_shows_examples_and_exit_codes() -> None:
     said = CliRunner().invoke(cli.app, ["train", "--help"]).output
     assert "torchrun --nnodes 2" in said
     words = " ".join(said.replace("│", " ").split())
-    assert "each rank would hold a whole model's gradients" in words
+    assert "saves memory and costs up to a quarter of the time" in words
     assert "for tiny 400" in words
     assert "--tie-embeddings Embedding and head" in words  # a flag has no <bool>
     assert "Exit codes" in said

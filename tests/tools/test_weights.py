@@ -16,10 +16,15 @@ import fullshard
 from fullshard.models.llama import Llama, init_weights
 from fullshard.models.sizes import SIZES
 from fullshard.tools import cli, commands
-from fullshard.tools.config import TrainConfig
+from fullshard.tools.config import FINETUNE_LR, OptionError, TrainConfig, with_defaults
 from fullshard.tools.exits import Exit
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.weights import load_initial_weights, model_config
+from fullshard.tools.weights import (
+    fine_tuning,
+    load_initial_weights,
+    model_config,
+    what_it_begins_with,
+)
 from tests.fresh import fullshard_on_ranks
 from tests.tools.processes import PAGES, TINY, losses
 
@@ -69,6 +74,22 @@ def test_any_checkpoint_of_a_run_is_exported_in_any_dtype(run: Path, tmp_path: P
     weights = load_file(tmp_path / "a" / "model.safetensors")
     assert weights["lm_head.weight"].equal(_model(seed=1).lm_head.weight.bfloat16())
     assert json.loads((tmp_path / "a" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_ckpt_export_knows_the_model_of_a_run(run: Path, tmp_path: Path) -> None:
+    for source in (run, run / "checkpoints" / "step-00000001"):
+        result = _call(
+            "ckpt", "export", source, tmp_path / "a", "--to", "hf", "--overwrite", "--json"
+        )
+        assert result.exit_code == Exit.OK, result.output
+        assert json.loads(result.stdout)["files"] == ["model.safetensors", "config.json"]
+        assert json.loads((tmp_path / "a" / "config.json").read_text())["model_type"] == "llama"
+    result = _call("ckpt", "export", run, tmp_path / "b", "--to", "hf", "--config", run)
+    assert result.exit_code == Exit.USAGE
+    assert "is a run" in result.output
+    result = _call("ckpt", "export", run, tmp_path / "a", "--to", "hf")
+    assert result.exit_code == Exit.USAGE
+    assert "--overwrite" in result.output
 
 
 def test_what_cannot_be_exported_is_said(run: Path, tmp_path: Path) -> None:
@@ -141,6 +162,82 @@ def test_weights_of_another_model_are_refused_before_any_rank_starts(
     assert "hidden_size is 64, and 384 here" in refused(other)
     assert "tie_word_embeddings is False" in refused(other, "--model", "tiny", "--tie-embeddings")
     assert "tie_word" not in refused(other, "--model", "10m")
+
+
+def _hugging_face(folder: Path, **fields: object) -> Path:
+    """Write what a folder of Hugging Face has: of a model with so many kinds of tokens, and of its weights nothing."""
+    folder.mkdir()
+    files = {
+        "config.json": {"model_type": "llama", "vocab_size": 600, **fields},
+        "tokenizer.json": {},
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+def test_finetune_stands_for_model_weights_and_tokenizer_of_a_folder(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = _hugging_face(Path("mine"))
+    whole = {"model": "./mine", "init_from": "mine", "tokenizer": "mine"}
+    assert fine_tuning({"finetune": "mine", "seed": 3}) == {**whole, "seed": 3}
+    assert fine_tuning({"finetune": "mine", "tokenizer": "./mine/"}) == whole
+    # Values of a model that has learnt something already would be ruined by what one from scratch needs.
+    assert with_defaults(whole)["lr"] == FINETUNE_LR
+    assert with_defaults({**whole, "lr": 0.1})["lr"] == 0.1
+    assert with_defaults({"model": "tiny", "init_from": "mine"})["lr"] > FINETUNE_LR
+    for contradicting in ({"model": "tiny"}, {"init_from": "other"}, {"tokenizer": "t.json"}):
+        (name,) = contradicting
+        with pytest.raises(OptionError, match=f"--finetune mine and --{name.replace('_', '-')} "):
+            fine_tuning({"finetune": "mine", **contradicting})
+    for missing, said in (
+        ("tokenizer.json", r"no tokenizer\.json\. Give one with --tokenizer"),
+        ("model.safetensors", "no weights"),
+        ("config.json", r"config\.json: is not there"),
+    ):
+        (folder / missing).rename("aside")
+        with pytest.raises(OptionError, match=said):
+            fine_tuning({"finetune": "mine"})
+        Path("aside").rename(folder / missing)
+    (folder / "tokenizer.json").unlink()
+    assert fine_tuning({"finetune": "mine", "tokenizer": "t.json"})["tokenizer"] == "t.json"
+    _hugging_face(Path("bytes"), vocab_size=256).joinpath("tokenizer.json").unlink()
+    assert "tokenizer" not in fine_tuning({"finetune": "bytes"})
+    with pytest.raises(OptionError, match="is a run of fullshard train"):
+        fine_tuning({"finetune": str(run)})
+    with pytest.raises(OptionError, match="hf download org/name --local-dir name"):
+        fine_tuning({"finetune": "org/name"})
+
+
+def test_weights_that_are_not_used_are_said(tmp_path: Path) -> None:
+    folder = str(_hugging_face(tmp_path / "mine"))
+    assert f"--finetune {folder}" in what_it_begins_with(TrainConfig(model=folder))
+    used = what_it_begins_with(TrainConfig(model=folder, init_from=folder, lr=3e-5, min_lr=0))
+    assert "not used" not in used
+    assert "3e-05 (--lr)" in used
+    assert not what_it_begins_with(TrainConfig())
+    (tmp_path / "mine" / "model.safetensors").unlink()
+    assert not what_it_begins_with(TrainConfig(model=folder))
+
+
+def test_what_is_on_a_hub_is_not_looked_for_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    for options, hint in (
+        (("--model", "org/a-1.5"), "`hf download org/a-1.5 --local-dir a-1.5`"),
+        (("--tokenizer", "org/a"), "`hf download org/a --local-dir a`"),
+        (("--data", "org/a"), "`hf download org/a --repo-type dataset --local-dir a`"),
+        (("--model", "here/gone"), ""),
+        (("--model", "../gone/a"), ""),
+    ):
+        result = _call("train", "--device", "cpu", *options)
+        assert result.exit_code == Exit.USAGE
+        assert (hint in result.output) if hint else ("hf download" not in result.output)
 
 
 def test_folders_of_other_libraries_are_told_from_runs(tmp_path: Path) -> None:

@@ -235,20 +235,23 @@ def named(objects: Any, section: str) -> dict[str, Any]:
     """Return objects by the section that their tensors' names begin with.
 
     A model alone is in "model", {"actor": model} in "model.actor". Raises CheckpointError for a key with
-    a slash, and for what is no model.
+    a slash, and for what is no model, or no optimizer.
     """
-    if section == "model" and not isinstance(objects, nn.Module | Mapping):
-        raise CheckpointError(
-            f"model is a {type(objects).__name__}: give a module, or a dict of modules by keys."
-        )
-    if objects is None:
+    if objects is None and section != "model":
         return {}
-    if not isinstance(objects, Mapping):
-        return {section: without_ddp(objects)}
-    for key in objects:
-        if not isinstance(key, str) or not key or "/" in key:
-            raise CheckpointError(f"{section}: {key!r} is no key. Use strings without slashes.")
-    return {f"{section}.{key}": without_ddp(each) for key, each in objects.items()}
+    by_section = {section: objects}
+    if isinstance(objects, Mapping):
+        for key in objects:
+            if not isinstance(key, str) or not key or "/" in key:
+                raise CheckpointError(f"{section}: {key!r} is no key. Use strings without slashes.")
+        by_section = {f"{section}.{key}": each for key, each in objects.items()}
+    for name, each in by_section.items():
+        fits = isinstance(each, nn.Module) if section == "model" else hasattr(each, "param_groups")
+        if not fits:
+            kind = "a module" if section == "model" else "an optimizer"
+            found = type(each).__name__
+            raise CheckpointError(f"{name} is a {found}: give {kind}, or a dict of them by keys.")
+    return {name: without_ddp(each) for name, each in by_section.items()}
 
 
 def held_by(structures: Mapping[str, Structure], *, writes: str = "") -> list[Holding]:

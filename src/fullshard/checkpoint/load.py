@@ -460,6 +460,8 @@ def _load(
         return named(models, "model").values(), own.values(), state_nbytes
 
     def known() -> tuple[LoadPlan, list[str]]:
+        if not isinstance(extra, Mapping):
+            raise CheckpointError(f"extra is {extra!r:.80}: give a dict.")
         own_optimizers = named(optimizers, "optimizer")
         plan = plan_load(state, named(models, "model"), own_optimizers, extra, peers)
         plan.values.check(extra)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from fullshard.checkpoint.content import Models, Optimizers
+from fullshard.checkpoint.content import Models, Optimizers, named
 from fullshard.checkpoint.folder import Folder, Location, folder_at
 from fullshard.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from fullshard.checkpoint.manifest import MANIFEST, loads
@@ -175,9 +175,6 @@ class CheckpointManager:
         in_background: bool = True,
         signals: Collection[signal.Signals] = (signal.SIGTERM,),
     ) -> None:
-        least = {"every_steps": 1, "every_minutes": 0, "keep_last": 1, "keep_every": 1}
-        given = (every_steps, every_minutes, keep_last, keep_every)
-
         def checked() -> Folder:
             if not isinstance(extra, Mapping | None):
                 raise CheckpointError(f"extra is {extra!r:.80}: give a dict.")
@@ -186,12 +183,11 @@ class CheckpointManager:
                 raise CheckpointError(
                     f"signals is {signals!r:.80}: give those that a program can hear, (signal.SIGTERM,) for one."
                 )
-            for (name, smallest), value in zip(least.items(), given, strict=True):
-                fits = float if name == "every_minutes" else int
-                if value is None:
-                    continue
-                if type(value) not in (int, fits) or not value >= smallest:
-                    raise CheckpointError(f"{name} is {value!r}: must be at least {smallest}.")
+            _check_counts(every_steps=every_steps, keep_last=keep_last, keep_every=keep_every)
+            if type(every_minutes) not in (int, float, type(None)) or not (every_minutes or 0) >= 0:
+                raise CheckpointError(f"every_minutes is {every_minutes!r}: must be at least 0.")
+            for objects, section in ((model, "model"), (optimizer, "optimizer")):
+                named(objects, section)  # which says what is none
             return folder_at(folder, lasting=True)
 
         self._peers = Peers(call="CheckpointManager")
@@ -457,6 +453,12 @@ def _stop_hearing() -> None:
         manager.stop_hearing()
 
 
+def _check_counts(**counts: int | None) -> None:
+    for name, count in counts.items():
+        if count is not None and (type(count) is not int or count < 1):
+            raise CheckpointError(f"{name} is {count!r}: must be at least 1, a whole number.")
+
+
 def prune_checkpoints(
     folder: Location,
     *,
@@ -472,8 +474,7 @@ def prune_checkpoints(
     Files in it that no save has written stay, with a warning. What saves and removals that died have left is
     removed, too. Raises CheckpointError for a folder that is a checkpoint itself.
     """
-    if keep_last < 1:
-        raise CheckpointError(f"keep_last is {keep_last}: must be at least 1.")
+    _check_counts(keep_last=keep_last, keep_every=keep_every)
     parent = folder_at(folder)
     if _is_complete(parent):
         raise CheckpointError(

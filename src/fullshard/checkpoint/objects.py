@@ -37,6 +37,7 @@ from fullshard.checkpoint.drafts import (
 )
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError
+from fullshard.versions import install_hint
 
 _WRITER = re.compile(rf"writer-({TAG})\.json")
 # There from before the manifest goes until all has gone.
@@ -56,7 +57,7 @@ def object_folder(url: str) -> "ObjectFolder":
         from fsspec.core import url_to_fs  # an extra, which torch needs anyway
     except ImportError as error:
         raise CheckpointError(
-            f"{url}: needs the package fsspec. Install it with: pip install 'fullshard[checkpoint]'"
+            f"{url}: needs the package fsspec. Install it with: {install_hint('checkpoint')}"
         ) from error
     try:
         # Listings change by other processes' writes, so none is kept.

@@ -52,8 +52,8 @@ def convert_checkpoint(
     Raises CheckpointError if the source cannot be read or the target cannot be written; what was written
     is removed then.
     """
-    if ranks < 1:
-        raise CheckpointError(f"ranks is {ranks}: must be at least 1.")
+    if type(ranks) is not int or ranks < 1:
+        raise CheckpointError(f"ranks is {ranks!r}: must be a whole number from 1 on.")
     begun = time.perf_counter()
     with naming_disk_faults(target), open_state(source) as state:
         tensors = _kept(state, weights_only)

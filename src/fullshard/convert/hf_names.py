@@ -6,7 +6,7 @@ model = LlamaModel(...)              the same file, rename={"model.": "", "lm_he
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -21,7 +21,11 @@ def plain_name(name: str) -> str:
 
 
 def by_new_name(names: Iterable[str], rename: Rename) -> dict[str, str]:
-    """Return names by their new names. Raises CheckpointError for two that get one name."""
+    """Return names by their new names. Raises CheckpointError for two that get one name, and for what renames none."""
+    if not (rename is None or callable(rename) or isinstance(rename, Mapping)):
+        raise CheckpointError(
+            f"rename is {rename!r:.80}: give a dict from names to names, or a function."
+        )
     new_name = renamer(rename)
     found: dict[str, str] = {}
     for name in names:

@@ -61,7 +61,7 @@ def launch(
     OMP_NUM_THREADS says.
 
     The function, its arguments and results are pickled; functions and classes of a notebook, a prompt
-    or a script need cloudpickle (`pip install 'fullshard[notebook]'`). Tensors travel as copies, to
+    or a script need cloudpickle (`pip install cloudpickle`). Tensors travel as copies, to
     host memory. What ranks write appears here, beginning with `[rank 1]` but for rank 0.
 
     Raises LaunchError when a rank raises or dies, with its traceback; the others are ended. So are all

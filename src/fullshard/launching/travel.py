@@ -17,9 +17,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.engine.params.flat import FlatParameter
 from fullshard.errors import LaunchError
 
-_NEEDED = (
-    "Install cloudpickle, which sends such functions and classes: pip install 'fullshard[notebook]'"
-)
+_NEEDED = "Install cloudpickle, which sends such functions and classes: pip install cloudpickle"
 
 
 class _RefusedError(Exception):

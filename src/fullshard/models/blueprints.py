@@ -14,6 +14,7 @@ from typing import Any
 from fullshard.errors import FullshardError
 from fullshard.json_files import read_json
 from fullshard.models.sizes import LlamaConfig
+from fullshard.versions import install_hint
 
 # What says how a model is stored, started or run by others, and not what it computes from its weights.
 _ASIDE = frozenset(
@@ -184,7 +185,7 @@ def _transformers() -> Any:
     except ImportError as error:
         raise ModelConfigError(
             "Models of a config.json need the package transformers. Install it with: "
-            'pip install "fullshard[huggingface]"'
+            f"{install_hint('huggingface')}"
         ) from error
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fullshard.errors import CheckpointError
+from fullshard.versions import install_hint
 
 CHECKSUM = "xxh3-64"  # what files say of their checksums
 
@@ -41,8 +42,7 @@ def checksum(data: Any) -> str:
         from xxhash import xxh3_64_hexdigest  # an extra: importing fullshard needs only torch
     except ImportError as error:
         raise CheckpointError(
-            "Checkpoints need the package xxhash. Install it with: pip install "
-            "'fullshard[checkpoint]'"
+            f"Checkpoints need the package xxhash. Install it with: {install_hint('checkpoint')}"
         ) from error
     digest: str = xxh3_64_hexdigest(data)
     return digest

@@ -15,13 +15,9 @@ VERIFY_EXAMPLES = """
 Examples, with a training script, and with functions in my_package/train.py:
 
     fullshard verify train.py -- --lr 1e-3 --out runs/{side}
-
-    fullshard verify my_package.train:build                   build() returns (model, batch)
-
+    fullshard verify my_package.train:build  # build() returns (model, batch)
     fullshard verify my_package.train:build_model --batch my_package.train:batch --loss my_package.train:loss
-
     fullshard verify my_package.train:build --shard my_package.train:shard --ranks 4
-
     fullshard verify my_package.train:build --api fsdp1 --dtype fp64 --json
 
 A script is run as it is, twice: sharded, and with every call that shards leaving the model whole and gradients averaged plainly. Each run ends after --steps steps of an optimizer. {side} in its arguments becomes "sharded", then "whole".
@@ -32,13 +28,11 @@ Exit codes: 0 equal within the tolerance, 1 differs or failed, 2 unusable option
 """
 
 REPLAY_EXAMPLES = """
-Examples, with a function that returns the sharded model in my_package/train.py, after a step was recorded by fullshard.debug(replay="replays/a"):
+Examples, with a function that returns the sharded model in my_package/train.py, after a step was recorded by `fullshard.debug(replay="replays/a")`:
 
-    fullshard replay replays/a my_package.train:build                  all ranks' parts, in one process
-
-    fullshard replay replays/a my_package.train:build --rank 3         that of one rank, say under a debugger
-
-    torchrun --nproc-per-node 8 -m fullshard replay replays/a my_package.train:build      by the same ranks
+    fullshard replay replays/a my_package.train:build  # all ranks' parts, in one process
+    fullshard replay replays/a my_package.train:build --rank 3  # that of one rank, say under a debugger
+    torchrun --nproc-per-node 8 -m fullshard replay replays/a my_package.train:build  # by the same ranks
 
 Exit codes: 0 equal in every bit, 1 differs or failed, 2 unusable options or missing packages.
 """
@@ -56,7 +50,7 @@ def verify(
     ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(help="What the script is given.", metavar="[-- ARGUMENTS]"),
+        typer.Argument(help="What the script is given.", metavar="-- ARGUMENTS"),
     ] = None,
     *,
     keep: Annotated[
@@ -91,7 +85,7 @@ def replay(
         ),
     ],
     rank: Annotated[
-        int | None, typer.Option(help="The rank whose part is replayed. Default: all.")
+        int | None, typer.Option(help="The rank whose part is replayed. Default: all.", metavar="N")
     ] = None,
     as_json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:

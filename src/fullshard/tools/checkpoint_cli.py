@@ -26,19 +26,19 @@ from rich.table import Table
 
 import fullshard
 from fullshard.errors import CheckpointError, DamagedCheckpointError
-from fullshard.tools.cli_options import flag, refuse
+from fullshard.json_files import json_text
+from fullshard.tools.cli_options import App, at_least, flag, refuse
+from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
-from fullshard.tools.json_text import json_text
 from fullshard.tools.progress import Copying, as_it_is, printable
 
 _SECTIONS = ("model", "optimizer", "extra")
 _RUN_CHECKPOINTS = "checkpoints"
 _MOST_SHOWN = 40
 
-app = typer.Typer(
+app = App(
     name="ckpt",
     help="Look into checkpoints, check, compare and convert them. No ranks, model or GPU are needed.",
-    no_args_is_help=True,
 )
 
 _PATHS = """
@@ -51,7 +51,7 @@ Exit codes: 0 done, 1 failed, 2 unusable options
 def _examples(*lines: str, more: str = "") -> str:
     return (
         "\nExamples:\n\n"
-        + "\n\n".join(f"    {line}" for line in lines)
+        + "\n".join(f"    {line}" for line in lines)
         + "\n"
         + _PATHS.rstrip()
         + more
@@ -74,7 +74,12 @@ _Overwrite = Annotated[
     bool, flag("--overwrite", "Replace what is there, once the new one is complete.")
 ]
 _Ranks = Annotated[
-    int, typer.Option(help="Divide files as this many ranks would have written them.", min=1)
+    int,
+    typer.Option(
+        help="Divide files as this many ranks would have written them.",
+        metavar="N",
+        callback=at_least(1),
+    ),
 ]
 
 
@@ -141,7 +146,12 @@ def diff(
         ),
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(help="Largest difference of two elements that counts as none.", min=0)
+        float,
+        typer.Option(
+            help="Largest difference of two elements that counts as none.",
+            metavar="X",
+            callback=at_least(0),
+        ),
     ] = 0.0,
     as_json: _Json = False,
 ) -> None:
@@ -189,16 +199,20 @@ def export(
     path: _Path,
     target: _Target,
     to: Annotated[
-        Form, typer.Option(help="Hugging Face safetensors, or torch.distributed.checkpoint.")
+        Form,
+        typer.Option(
+            help="Hugging Face safetensors, or torch.distributed.checkpoint.", metavar="hf|dcp"
+        ),
     ],
     config: Annotated[
         str | None,
         typer.Option(
-            help="hf: config.json, or a folder with it and with tokenizer files.", metavar="PATH"
+            help="hf: config.json, or a folder with it and with tokenizer files. Default: of a run its own.",
+            metavar="PATH",
         ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="hf: dtype of the weights: fp32, bf16 or fp16.")
+        str | None, typer.Option(help="hf: dtype of the weights.", metavar="fp32|bf16|fp16")
     ] = None,
     key: Annotated[
         str | None, typer.Option(help="hf: which of several models.", metavar="KEY")
@@ -207,34 +221,29 @@ def export(
     overwrite: _Overwrite = False,
     as_json: _Json = False,
 ) -> None:
-    """Write a checkpoint in a form of others. For a run of fullshard train, see also: fullshard export."""
-    from fullshard.tools.weights import DTYPES  # torch, as the work itself
+    """Write a checkpoint in a form of others; of a run of `fullshard train`, as `fullshard export` does."""
+    # torch, as the work itself
+    from fullshard.tools.weights import DTYPES, export_run, is_run, run_of
 
     if to is Form.DCP and (config or dtype or key):
         raise refuse("ckpt export", "--config, --dtype and --key are for --to hf.")
     if dtype is not None and dtype not in DTYPES:
         raise refuse("ckpt export", f"--dtype {dtype}: is none of {', '.join(DTYPES)}.")
+    if config is not None and is_run(Path(config)):
+        raise refuse("ckpt export", f"--config {config}: is a run, and no model's. Leave it out.")
     with _failures("export", as_json=as_json), Copying("writing") as bar:
-        if to is Form.HF:
-            weights = fullshard.export_hf(
-                fullshard.inspect_checkpoint(path).path,
-                target,
-                config=config,
-                dtype=DTYPES[dtype] if dtype else None,
-                key=key,
-                overwrite=overwrite,
-                progress=bar.update,
-            )
-            written = {"path": str(weights.path), "nbytes": weights.nbytes, "files": weights.files}
-        else:
-            state = fullshard.export_dcp(
-                path,
-                target,
-                weights_only=weights_only,
-                overwrite=overwrite,
-                progress=bar.update,
-            )
+        how: dict[str, Any] = {"overwrite": overwrite, "progress": bar.update}
+        if to is Form.DCP:
+            state = fullshard.export_dcp(path, target, weights_only=weights_only, **how)
             written = {"path": str(state.path), "nbytes": state.nbytes}
+        else:
+            if config is None and key is None and run_of(Path(path)):
+                weights = export_run(Path(path), Path(target), dtype=dtype, **how)[1]
+            else:
+                how |= {"config": config, "key": key, "dtype": DTYPES[dtype] if dtype else None}
+                source = fullshard.inspect_checkpoint(path).path
+                weights = fullshard.export_hf(source, target, **how)
+            written = {"path": str(weights.path), "nbytes": weights.nbytes, "files": weights.files}
     _print_written(written, as_json=as_json)
 
 
@@ -254,8 +263,10 @@ def import_(
     overwrite: _Overwrite = False,
     as_json: _Json = False,
 ) -> None:
-    """Write what others have saved as a checkpoint with checksums. load_checkpoint takes them as they are,
-    too."""
+    """Write what others have saved as a checkpoint with checksums.
+
+    `load_checkpoint` takes it as it is, too.
+    """
     how = {"ranks": ranks, "weights_only": weights_only, "overwrite": overwrite}
     _convert("import", path, target, how, as_json=as_json)
 
@@ -270,9 +281,17 @@ def prune(
     folder: Annotated[
         str, typer.Argument(help="A folder of checkpoints, or a run.", metavar="FOLDER")
     ],
-    keep_last: Annotated[int, typer.Option(help="How many of the newest stay.", min=1)],
+    keep_last: Annotated[
+        int,
+        typer.Option(help="How many of the newest stay.", metavar="N", callback=at_least(1)),
+    ],
     keep_every: Annotated[
-        int | None, typer.Option(help="Those of steps that this divides stay as well.", min=1)
+        int | None,
+        typer.Option(
+            help="Those of steps that this divides stay as well.",
+            metavar="N",
+            callback=at_least(1),
+        ),
     ] = None,
     dry_run: Annotated[bool, flag("--dry-run", "Say what would be removed.")] = False,
     as_json: _Json = False,
@@ -309,6 +328,10 @@ def _failures(command: str, *, as_json: bool) -> Iterator[None]:
     """Say why the body failed, and end with its exit code."""
     try:
         yield
+    except BrokenPipeError:  # of what reads the output
+        raise
+    except OptionError as error:
+        raise refuse(f"ckpt {command}", error) from None
     except (CheckpointError, OSError) as error:
         if as_json:
             print(json_text({"error": str(error)}))

@@ -27,21 +27,20 @@ from typing import Annotated
 import typer
 
 from fullshard.errors import CheckpointError
+from fullshard.json_files import json_text
 from fullshard.tools.checking_cli import REPLAY_EXAMPLES, VERIFY_EXAMPLES, replay, verify
 from fullshard.tools.checkpoint_cli import app as checkpoint_app
-from fullshard.tools.cli_options import flag, refuse
+from fullshard.tools.cli_options import App, at_least, flag, refuse
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
-from fullshard.tools.json_text import json_text
 from fullshard.tools.launch_cli import LAUNCH_EXAMPLES, launch
 from fullshard.tools.train_cli import TRAIN_EXAMPLES, TrainCommand, train
 from fullshard.versions import installed
 
 _MIGRATE_EXAMPLES = """
-Example, with a function that returns the wrapped model in my_package/train.py:
+Examples, with a function that returns the wrapped model in my_package/train.py:
 
     fullshard migrate-report my_package.train:build_model
-
     torchrun --nproc-per-node 2 -m fullshard migrate-report my_package.train:build_model --json
 
 One rank alone makes every sharding strategy NO_SHARD; under torchrun the report knows which it is.
@@ -52,13 +51,10 @@ Exit codes: 0 reported, 1 the function failed or wraps nothing, 2 no such functi
 _REPORT_EXAMPLES = """
 Examples:
 
-    fullshard report runs/books                 writes a page and trace.json
-
-    fullshard report runs/books --json          print the numbers instead
-
-    fullshard report runs/books runs/again      compare runs, the first with the others
-
-    fullshard report my_traces --out page.html  traces of fullshard.trace
+    fullshard report runs/books                 # writes a page and trace.json
+    fullshard report runs/books --json          # prints the numbers instead
+    fullshard report runs/books runs/again      # compares runs: the first with the others
+    fullshard report my_traces --out page.html  # traces of fullshard.trace
 
 The page needs no network. Where a run was not traced, it says how to record a trace.
 
@@ -68,13 +64,11 @@ Exit codes: 0 written, 2 nothing to report on, or a file that cannot be read.
 _EXPORT_EXAMPLES = """
 Examples:
 
-    fullshard export runs/books --hf exports/books            the newest checkpoint
-
+    fullshard export runs/books --hf exports/books  # the newest checkpoint
     fullshard export runs/books/checkpoints/step-00000200 --hf exports/early --dtype bf16
+    fullshard train --finetune exports/books --data letters/  # train on from it
 
-    fullshard train --init-from exports/books --data letters/  train on from it
-
-In Python: transformers.AutoModelForCausalLM.from_pretrained("exports/books"), and AutoTokenizer likewise. Of a run without --tokenizer tokens are bytes: list(text.encode()).
+In Python: `AutoModelForCausalLM.from_pretrained("exports/books")` of Transformers, and AutoTokenizer likewise. Of a run without --tokenizer tokens are bytes: `list(text.encode())`.
 
 Exit codes: 0 written, 1 it cannot be written, or the checkpoint is damaged, 2 unusable options, or no run.
 """
@@ -82,23 +76,19 @@ Exit codes: 0 written, 1 it cannot be written, or the checkpoint is damaged, 2 u
 _DOCTOR_EXAMPLES = """
 Examples:
 
-    fullshard doctor                     this machine, with ranks of its own
-
-    fullshard doctor --ranks 4 --json    one JSON object: verdict, findings, facts
-
+    fullshard doctor                     # this machine, with ranks of its own
+    fullshard doctor --ranks 4 --json    # one JSON object: verdict, findings, facts
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m fullshard doctor
 
-Under torchrun (or whatever else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) it examines the ranks that were started, and rank 0 reports. torchrun itself waits for all hosts first, which its --rdzv-conf join_timeout=60 bounds.
+Under torchrun (or whatever else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) it examines the ranks that were started, and rank 0 reports. torchrun itself waits for all hosts first; `--rdzv-conf join_timeout=60` bounds that.
 
 Exit codes: 0 nothing worse than a warning, 1 a problem was found, 2 unusable options or missing packages, 3 a rank died.
 """
 
-app = typer.Typer(
+app = App(
     name="fullshard",
     help="Train models larger than one device by sharding them over ranks.",
-    no_args_is_help=True,
     context_settings={"help_option_names": ["--help", "-h"]},  # of every command
-    pretty_exceptions_enable=False,
 )
 app.add_typer(checkpoint_app, name="ckpt")
 
@@ -116,7 +106,6 @@ def _commands(
         typer.Option(
             "--version",
             help="Print the version and exit.",
-            metavar="",
             callback=_show_version,
             is_eager=True,
         ),
@@ -131,11 +120,18 @@ app.command(epilog=TRAIN_EXAMPLES, cls=TrainCommand)(train)
 @app.command(epilog=_DOCTOR_EXAMPLES)
 def doctor(
     ranks: Annotated[
-        int | None, typer.Option(help="Local ranks. Default: one per GPU, else 2.", min=1)
+        int | None,
+        typer.Option(
+            help="Local ranks. Default: one per GPU, else 2.", metavar="N", callback=at_least(1)
+        ),
     ] = None,
     timeout: Annotated[
         float,
-        typer.Option(help="Seconds to wait for other ranks, and for each thing tried.", min=1),
+        typer.Option(
+            help="Seconds to wait for other ranks, and for each thing tried.",
+            metavar="SECONDS",
+            callback=at_least(1),
+        ),
     ] = 60.0,
     as_json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
@@ -259,9 +255,12 @@ def export(
         Path, typer.Option("--hf", help="The folder to write, for Transformers.", metavar="DIR")
     ],
     dtype: Annotated[
-        str | None, typer.Option(help="fp32, bf16 or fp16. Default: as saved, fp32.")
+        str | None,
+        typer.Option(help="Of the weights. Default: as saved, fp32.", metavar="fp32|bf16|fp16"),
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of a file.", metavar="SIZE")] = "5GB",
+    max_shard_size: Annotated[
+        str, typer.Option(help="Largest size of a file.", metavar="SIZE")
+    ] = "5GB",
     overwrite: Annotated[bool, flag("--overwrite", "Replace an export that is there.")] = False,
     as_json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
@@ -300,7 +299,15 @@ def export(
 
 def main() -> None:
     try:
-        app()
+        try:
+            app(prog_name="fullshard")
+        finally:
+            sys.stdout.flush()  # at Python's end nobody could catch what it raises
+    except (
+        BrokenPipeError
+    ):  # nobody reads on, as in `fullshard ... | head`; rich and typer end so as well
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(Exit.FAILED)
     except OSError as error:
         if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
             raise

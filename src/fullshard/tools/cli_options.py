@@ -1,4 +1,6 @@
-"""Options of a command, declared once: as fields of the dataclass that holds them.
+"""Commands whose help can be read and pasted at any width, and their options.
+
+Options are declared once, as fields of the dataclass that holds them:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -10,17 +12,140 @@ def command(context: typer.Context, **options: Any) -> None: ...
 
 import dataclasses
 import inspect
+import re
+import shutil
 import sys
+import textwrap
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from fullshard.tools.exits import Exit
 
 _INFO, _UNTYPED = "typer", "untyped"
 _SAME = object()
+_METAVARS = {bool: "", int: "N", float: "X", str: "TEXT"}
+_MAX_WIDTH = 100  # of prose in a help
+
+
+class _ReadableHelp:
+    """Help without types that say nothing (`<bool>`), and with examples that are never broken inside a command.
+
+    A paragraph of the epilog that is indented holds examples, one a line, each with a remark behind "  # ":
+
+            fullshard train --model tiny    # in a minute, to look around
+    """
+
+    epilog: str | None
+    help: str | None
+    params: list[Any]
+
+    def __init__(self, *args: Any, **facts: Any) -> None:
+        super().__init__(*args, **facts)
+        if self.help:  # typer would keep ends of lines
+            paragraphs = inspect.cleandoc(self.help).split("\n\n")
+            self.help = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        panels = [each.rich_help_panel for each in self.params if not each.hidden]
+        if option is not None and panels:
+            option.rich_help_panel = panels[-1]  # and not alone in one above the others
+        return option
+
+    def get_params(self, ctx: Any) -> Any:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for each in params:
+            if isinstance(each, TyperArgument):  # whose metavar is its name
+                each.display_type_rich = lambda ctx: None  # type: ignore[method-assign]  # noqa: ARG005
+            elif each.is_flag:
+                each.metavar = ""
+        return params
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        epilog, self.epilog = self.epilog, None
+        super().format_help(ctx, formatter)  # type: ignore[misc]
+        self.epilog = epilog
+        width = shutil.get_terminal_size().columns - 2
+        for line in _readable(epilog, width) if epilog else ():
+            print(f" {line}".rstrip())
+
+
+class Command(_ReadableHelp, TyperCommand):
+    """A command of `App`."""
+
+
+class _Commands(_ReadableHelp, TyperGroup):
+    """What `App` is to typer."""
+
+
+class App(typer.Typer):
+    """A group of commands whose help can be read."""
+
+    def __init__(self, **facts: Any) -> None:
+        super().__init__(
+            cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, **facts
+        )
+
+    def command(self, name: str | None = None, **facts: Any) -> Any:
+        return super().command(name, **{"cls": Command, **facts})
+
+
+def _readable(epilog: str, width: int) -> Iterator[str]:
+    """Fold paragraphs to a width; of examples, those that are too long become several lines that can be pasted."""
+    for paragraph in inspect.cleandoc(epilog).split("\n\n"):
+        yield ""
+        if not paragraph.startswith("    "):
+            yield from _wrapped(paragraph, min(width, _MAX_WIDTH))
+        else:
+            for line in paragraph.splitlines():
+                yield from [line] if len(line) <= width else _folded(line, width)
+
+
+def _folded(example: str, width: int) -> Iterator[str]:
+    """Fold an example between its options, the remark above it.
+
+        torchrun --nproc-per-node 2 train.py    # on this host
+
+    becomes, as narrow as that,
+
+        # on this host
+        torchrun \\
+            --nproc-per-node 2 train.py
+    """
+    command, _, remark = (part.strip() for part in example.partition("  # "))
+    if remark and len(line := f"    {command}  # {remark}") <= width:
+        yield line
+        return
+    if remark:
+        yield f"    # {remark}"
+    lines = [f"    {line}" for line in _wrapped(command, width - 6, "    ")]
+    yield from (f"{line} \\" for line in lines[:-1])
+    yield lines[-1]
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """Wrap at spaces, but between an option and its value, or within `backticks`."""
+    whole = re.compile(r"`[^`\n]*`|--?[\w-]+ (?![-#(])[^\s`]+|-- \S+")
+    text = whole.sub(lambda found: found[0].replace(" ", "\0"), " ".join(text.split()))
+    lines = textwrap.wrap(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return [line.replace("\0", " ") for line in lines]
+
+
+def at_least(least: float) -> Any:
+    """Return the callback of an option that refuses less; its help does not repeat it, as typer's `min` does."""
+
+    def check(value: float | None) -> float | None:
+        if value is not None and not value >= least:
+            raise typer.BadParameter(f"{value}: must be at least {least}.")
+        return value
+
+    return check
 
 
 def refuse(command: str, problem: object) -> typer.Exit:
@@ -32,8 +157,8 @@ def refuse(command: str, problem: object) -> typer.Exit:
 
 
 def flag(name: str, help_text: str, *, panel: str | None = None) -> Any:
-    """Declare an option that takes no value: it has no --no- form, and its help names no type."""
-    return typer.Option(name, help=help_text, rich_help_panel=panel, metavar="")
+    """Declare an option that takes no value: it has no --no- form."""
+    return typer.Option(name, help=help_text, rich_help_panel=panel)
 
 
 def option_field(
@@ -42,15 +167,22 @@ def option_field(
     *names: str,
     panel: str,
     metavar: str | None = None,
+    values: Sequence[str] = (),
     untyped: Any = _SAME,
     **facts: Any,
 ) -> Any:
     """Declare a field of a dataclass that is an option as well.
 
-    names: instead of the field's own. untyped: what the command line has in place of the default, such as None
-    for what depends on other options. facts: more of the field's metadata.
+    names: instead of the field's own. values: what a shell offers to complete it with. untyped: what the command
+    line has in place of the default, such as None for what depends on other options. facts: more of the field's
+    metadata.
     """
-    info = typer.Option(*names, help=help_text, rich_help_panel=panel, metavar=metavar)
+
+    def begun(incomplete: str) -> list[str]:
+        return [value for value in values if value.startswith(incomplete)]
+
+    complete: dict[str, Any] = {"autocompletion": begun} if values else {}
+    info = typer.Option(*names, help=help_text, rich_help_panel=panel, metavar=metavar, **complete)
     untyped = default if untyped is _SAME else untyped
     return dataclasses.field(default=default, metadata={_INFO: info, _UNTYPED: untyped, **facts})
 
@@ -94,10 +226,12 @@ def _parameters_of(options: type) -> list[inspect.Parameter]:
             kind, default = list[str], None
         if default is None:
             kind = kind | None
-        if kind is bool:  # as `flag`
-            if info.default is ...:  # where typer keeps the first of the names given
-                info.param_decls = (f"--{field.name.replace('_', '-')}",)
-            info.metavar = ""
+        if info.metavar is None:
+            kinds = (*typing.get_args(kind), kind)
+            info.metavar = next((_METAVARS[each] for each in kinds if each in _METAVARS), "TEXT")
+        # As `flag`: typer keeps the first of the names given where a default would be.
+        if kind is bool and info.default is ...:
+            info.param_decls = (f"--{field.name.replace('_', '-')}",)
         parameter = inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,

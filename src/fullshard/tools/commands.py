@@ -23,6 +23,7 @@ from fullshard.tools.job import (
     resumed_job,
 )
 from fullshard.tools.launch import Ending, Place, launch, place_in
+from fullshard.tools.weights import what_it_begins_with
 
 
 class Typed(NamedTuple):
@@ -42,6 +43,9 @@ def train(typed: Typed, environment: Mapping[str, str], *, as_json: bool) -> Exi
     try:
         place = place_in(environment)
         job = _job(typed, place)
+        note = "" if job.checkpoint else what_it_begins_with(job.config)
+        if note and (place is None or (place.rank == 0 and place.launcher_pid is None)):
+            print(note, file=sys.stderr)
         if place is None:
             check_local_ranks(job.config.device, job.config.ranks)
             return _finish(_launch(job, typed, environment), job)

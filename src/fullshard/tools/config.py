@@ -17,8 +17,11 @@ from fullshard.tools.cli_options import option_field
 DTYPES = ("auto", "fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
 
+MOST_USED = "Most used"  # of the options: the first panel of the help
 TINY_DEFAULTS: dict[str, Any] = {"steps": 400, "batch": 8, "lr": 1e-2, "warmup": 20}
 """What `--model tiny` learns most from in a minute on two CPU ranks; a matter of its size."""
+FINETUNE_LR = 2e-5
+"""Highest learning rate where a model of Hugging Face goes on from its weights, which 100 times as much would ruin."""
 
 
 DEFAULT_CACHE = Path("~/.cache/fullshard")
@@ -35,13 +38,20 @@ class OptionError(FullshardError, ValueError):
     """An option that cannot work; raised before anything is written or started."""
 
 
-def _by_model(name: str, default: float, help_text: str, **facts: Any) -> Any:
+def _by_model(
+    name: str,
+    default: float,
+    help_text: str,
+    panel: str = MOST_USED,
+    also: str = "",
+    **facts: Any,
+) -> Any:
     """Declare an option whose default is another one for the tiny model (`with_defaults`)."""
     shown = f"{default}, for tiny {TINY_DEFAULTS[name]}"
     if name == "warmup":
         shown = f"a tenth of the steps, at most {shown}"
-    help_text = f"{help_text} Default: {shown}."
-    return option_field(default, help_text, panel="Training", untyped=None, **facts)
+    help_text = f"{help_text} Default: {shown}{also}."
+    return option_field(default, help_text, panel=panel, untyped=None, **facts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,23 +70,26 @@ class TrainConfig:
         (),
         "File or folder of text, JSON lines (.jsonl) or Parquet, or a saved data set; may repeat. "
         "Default: Python's own library.",
-        panel="Text",
+        panel=MOST_USED,
+        metavar="PATH",
     )
     text_field: str = option_field(
         "",
         "Where a line of JSON, or a row of a table, holds its text. Default: text.",
         panel="Text",
+        metavar="NAME",
     )
     tokenizer: str = option_field(
         "",
         "File or folder with a tokenizer.json of Hugging Face. Default: none, a token is a byte.",
-        panel="Text",
+        panel=MOST_USED,
         metavar="PATH",
     )
     end_token: str = option_field(
         "",
         "The token behind each document. Default: what the tokenizer's configuration says.",
         panel="Text",
+        metavar="TOKEN",
     )
     across_documents: bool = option_field(
         False, "Let documents in a sequence see those before them.", panel="Text"
@@ -85,6 +98,7 @@ class TrainConfig:
         (),
         "Text to measure the loss on, instead of --val-fraction: one or several.",
         panel="Text",
+        metavar="PATH",
     )
     val_fraction: float = option_field(
         0.0, "Of the text, at its end, that is held out to measure the loss on.", panel="Text"
@@ -107,8 +121,9 @@ class TrainConfig:
     model: str = option_field(
         "10m",
         f"Size: {', '.join(SIZES)}. Or the config.json, or the folder, of a model of Transformers.",
-        panel="Model",
+        panel=MOST_USED,
         metavar="SIZE|PATH",
+        values=tuple(SIZES),
     )
     vocab_size: int = option_field(
         256,
@@ -137,33 +152,44 @@ class TrainConfig:
         may_change=True,
     )
     device: str = option_field(
-        "cpu", "auto, cpu or cuda.", panel="Devices", untyped="auto", may_change=True
+        "cpu",
+        "auto: the GPUs that are there, or else the CPU.",
+        panel="Devices",
+        metavar="|".join(DEVICES),
+        values=DEVICES,
+        untyped="auto",
+        may_change=True,
     )
     dtype: str = option_field(
         "fp32",
-        "auto, fp32, or bf16 (reduced in fp32). auto: bf16 on GPU, fp32 on CPU.",
+        "Of the computations; bf16 is reduced in fp32. auto: bf16 on GPU, fp32 on CPU.",
         panel="Devices",
+        metavar="|".join(DTYPES),
+        values=DTYPES,
         untyped="auto",
     )
     steps: int = _by_model("steps", 350, "Optimizer steps in all.", least=1, may_change=True)
     batch: int = _by_model("batch", 2, "Sequences per rank and forward.", least=1, may_change=True)
     grad_accum: int = option_field(
         1,
-        "Forwards and backwards per step, each reduced, so that gradients stay sharded. "
-        "Reducing once would be faster, by up to a quarter, but each rank would hold a whole "
-        "model's gradients.",
+        "Micro-batches per step. Gradients are reduced after each one, which saves memory and costs "
+        "up to a quarter of the time.",
         panel="Training",
         least=1,
         may_change=True,
     )
-    lr: float = _by_model("lr", 2e-3, "Highest learning rate.")
+    lr: float = _by_model(
+        "lr", 2e-3, "Highest learning rate.", also=f", with --finetune {FINETUNE_LR:g}"
+    )
     min_lr: float = option_field(
         1e-4,
         "Learning rate at the last step. Default: a tenth of --lr, at most 0.0001.",
         panel="Training",
         untyped=None,
     )
-    warmup: int = _by_model("warmup", 30, "Steps of linear rise before the cosine.", least=0)
+    warmup: int = _by_model(
+        "warmup", 30, "Steps of linear rise before the cosine.", "Training", least=0
+    )
     weight_decay: float = option_field(
         0.1, "AdamW weight decay of matrices.", panel="Training", least=0
     )
@@ -229,7 +255,7 @@ class TrainConfig:
         if self.model not in SIZES and not is_path(self.model):
             found.append(
                 f"--model {self.model}: no such size; choose from {', '.join(SIZES)}, or name the config.json "
-                "of a model of Transformers."
+                "or the folder of a model of Transformers, which is not downloaded here."
             )
         if self.tie_embeddings and self.model not in SIZES:
             found.append(f"--tie-embeddings: what {self.model} says counts (tie_word_embeddings).")
@@ -263,6 +289,11 @@ class TrainConfig:
         if not self.prompt:
             found.append("--prompt: is empty; give at least one character to continue.")
         return found
+
+    @property
+    def model_name(self) -> str:
+        """What the model is called, as it was typed."""
+        return self.model.removeprefix("./")
 
     @property
     def global_batch(self) -> int:
@@ -319,11 +350,13 @@ def with_defaults(options: dict[str, Any]) -> dict[str, Any]:
     few steps is not to spend them on warming up.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    if options.get("model") == "tiny":
-        defaults |= TINY_DEFAULTS
     filled = dict(options)
     if "model" in filled:
         filled["model"] = as_size_or_path(filled["model"])
+        if filled["model"] == "tiny":
+            defaults |= TINY_DEFAULTS
+        elif filled["model"] not in SIZES and filled.get("init_from"):
+            defaults["lr"] = FINETUNE_LR
     for name in ("steps", "batch", "lr"):
         if filled.get(name) is None:
             filled[name] = defaults[name]
@@ -335,7 +368,9 @@ def with_defaults(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_size_or_path(model: str) -> str:
-    """Return a name of a size, or a path that is seen to be one even where it is not there any more."""
+    """Return a name of a size (10M is 10m), or a path that is seen to be one even where it is not there any more."""
+    if model.lower() in SIZES and not is_path(model):
+        return model.lower()
     return f"./{model}" if model not in SIZES and "/" not in model and is_path(model) else model
 
 
@@ -347,6 +382,19 @@ def is_path(model: str) -> bool:
         return Path(model).is_dir()
     except (OSError, ValueError):  # no name that a file can have
         return False
+
+
+def how_to_get(name: str, kind: str = "model") -> str:
+    """Say how to get what looks like a name on Hugging Face's hub and is not here; else "". Begins with a space."""
+    owner, _, last = name.partition("/")
+    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) or Path(owner).exists():
+        return ""
+    if kind == "model":
+        command, then = f"hf download {name} --local-dir {last}", f"--finetune {last}"
+    else:
+        command = f"hf download {name} --repo-type {kind} --local-dir {last}"
+        then = f"--data {last}"
+    return f" Nothing is downloaded here. Is it a {kind} of Hugging Face? `{command}` gets it, for {then}."
 
 
 def _flag(name: str) -> str:

@@ -5,6 +5,7 @@ what the launcher would have refused, and before it joins the others.
 """
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from fullshard.tools.config import (
     OptionError,
     TrainConfig,
     as_size_or_path,
+    how_to_get,
     with_defaults,
 )
 from fullshard.tools.loggers import check_loggers
@@ -35,6 +37,7 @@ from fullshard.tools.text.tokenizer import Tokenizer, open_tokenizer
 from fullshard.tools.weights import (
     blueprint_of,
     check_initial_weights,
+    fine_tuning,
     is_run,
     model_config,
     what_it_is,
@@ -64,7 +67,8 @@ def choose_model(
         if config.init_from:
             check_initial_weights(config, model)
     except ModelConfigError as error:
-        raise OptionError(f"--model {config.model}: {error}") from error
+        name = config.model_name
+        raise OptionError(f"--model {name}: {error}{how_to_get(name)}") from error
     return config, model
 
 
@@ -87,7 +91,7 @@ def _vocab_size_of(
 ) -> int:
     """Return how many kinds of tokens a configuration has, after a look at whether text fits it."""
     check_trainable(blueprint.fields)
-    has, where = blueprint.vocab_size, f"--model {config.model}"
+    has, where = blueprint.vocab_size, f"--model {config.model_name}"
     if wanted not in (None, has):
         raise OptionError(
             f"--vocab-size {wanted}: {where} has {has} kinds. Leave --vocab-size out."
@@ -143,7 +147,9 @@ def new_job(
     cache: the folder where tokens are kept. Raises OptionError for options that cannot work and for a folder
     that is taken.
     """
-    options = with_defaults(options)
+    typed = fine_tuning(options)
+    epochs = _epochs_of(typed)
+    options = with_defaults(typed)
     gpus = num_gpus()
     device = options.get("device", "auto")
     if device == "auto":
@@ -165,7 +171,24 @@ def new_job(
     config, model = choose_model(config, tokenizer, vocab_size=vocab_size)
     check_loggers(config.log)
     text = open_text(config, tokenizer, cache=cache.expanduser())
+    if epochs is not None:
+        steps = text.num_steps(epochs)
+        warmup = with_defaults({**typed, "steps": steps})["warmup"]
+        config = dataclasses.replace(config, steps=steps, warmup=warmup)
+        text = dataclasses.replace(text, config=config)
     return Job(config, folder, text, model, tokenizer)
+
+
+def _epochs_of(options: dict[str, Any]) -> float | None:
+    """Take --epochs out of options; raises OptionError for a number that cannot be, or beside --steps."""
+    epochs: float | None = options.pop("epochs", None)
+    if epochs is not None and options.get("steps") is not None:
+        raise OptionError(
+            f"--epochs {epochs:g} and --steps {options['steps']}: both say how long; leave one away."
+        )
+    if epochs is not None and not 0 < epochs < math.inf:
+        raise OptionError(f"--epochs {epochs:g}: must be more than 0.")
+    return epochs
 
 
 def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CACHE) -> Job:
@@ -189,19 +212,22 @@ def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CA
             "Start it again with another --out."
         )
     changes = {key: value for key, value in changes.items() if value not in ("auto", None)}
+    if "finetune" in changes:  # of which the run has its own copies
+        changes["init_from"] = changes["model"] = changes.pop("finetune")
+    config, epochs = folder.read_config(), _epochs_of(changes)
     if "model" in changes:
-        changes["model"] = as_size_or_path(changes["model"])
-    config = folder.read_config().resumed_with(changes)
+        is_named = changes["model"] == config.model_name  # of a folder that may be gone by now
+        changes["model"] = config.model if is_named else as_size_or_path(changes["model"])
+    if epochs is not None:
+        changes["steps"] = _opened(config, folder, cache)[1].num_steps(epochs)
+    config = config.resumed_with(changes)
     check_loggers(config.log)
     if config.steps <= checkpoint.step:
         raise NothingLeftError(
             f"--resume {path}: has {checkpoint.step} of {config.steps} steps behind it, so nothing "
             f"is left to do. Ask for more, for example --steps {2 * checkpoint.step}."
         )
-    tokenizer = None
-    if config.tokenizer:  # the run's own copy
-        tokenizer = open_tokenizer(folder.tokenizer_folder, config.end_token)
-    text = open_text(config, tokenizer, cache=cache.expanduser())
+    tokenizer, text = _opened(config, folder, cache)
     if text.survey.fingerprint != folder.read_fingerprint():
         raise OptionError(
             f"--resume {path}: the text has changed since the run was started "
@@ -213,6 +239,14 @@ def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CA
     except ModelConfigError as error:
         raise OptionError(f"--resume {path}: {error}") from error
     return Job(config, folder, text, model, tokenizer, checkpoint)
+
+
+def _opened(config: TrainConfig, folder: RunFolder, cache: Path) -> tuple[Tokenizer | None, Text]:
+    """Return a run's own copy of its tokenizer, and its text."""
+    tokenizer = None
+    if config.tokenizer:
+        tokenizer = open_tokenizer(folder.tokenizer_folder, config.end_token)
+    return tokenizer, open_text(config, tokenizer, cache=cache.expanduser())
 
 
 def restarted_job(

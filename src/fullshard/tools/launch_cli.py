@@ -15,16 +15,12 @@ LAUNCH_EXAMPLES = """
 Examples, each for a file that is then submitted:
 
     fullshard launch --print slurm --nodes 2 -- train --model 1b --out /shared/run > run.sbatch
-
     fullshard launch --print k8s --nodes 2 --image registry/me/train -- train.py --lr 1e-3 > run.yaml
-
     fullshard launch --print ray --ranks-per-node 2 --cpu -- train --model tiny --out runs/ray > run.py
-
     fullshard launch --print sky --nodes 2 --gpu H100 -- -m my_package.train > run.yaml
-
     fullshard launch --print torchrun --nodes 2 -- doctor > run.sh
 
-After `--` stands what torchrun is given: a script or -m MODULE, with its arguments, or a command of fullshard (train, doctor, replay). Of train, options are checked, and --out names a folder that all hosts share; --auto-resume is added, so that what is started again goes on from its newest checkpoint.
+After `--` stands what torchrun is given: a script or `-m MODULE`, with its arguments, or a command of fullshard (train, doctor, replay). Of train, options are checked, and --out names a folder that all hosts share; --auto-resume is added, so that what is started again goes on from its newest checkpoint.
 
 Exit codes: 0 printed, 2 unusable options.
 """

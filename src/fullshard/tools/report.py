@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
+from fullshard.json_files import json_text
 from fullshard.plan.trace import TraceError, read_traces
 from fullshard.tools.config import OptionError
-from fullshard.tools.json_text import json_text
 from fullshard.tools.perfetto import chrome_trace
 from fullshard.tools.report_data import (
     Figure,

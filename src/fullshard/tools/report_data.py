@@ -261,7 +261,7 @@ def facts(run: RunRecord) -> list[str]:
     if config is not None:
         rank_word = "rank" if config.ranks == 1 else "ranks"
         said += [
-            f"model {config.model}",
+            f"model {config.model_name}",
             f"{config.ranks} {config.device} {rank_word}",
             config.dtype,
             f"{config.global_batch} x {config.seq} {config.unit}s a step",
@@ -304,7 +304,7 @@ def options(run: RunRecord) -> list[tuple[str, str]]:
     """Return every option of the run, as rows."""
     if run.config is None:
         return []
-    fields = dataclasses.asdict(run.config).items()
+    fields = {**dataclasses.asdict(run.config), "model": run.config.model_name}.items()
     return [(name, _option(value)) for name, value in fields]
 
 

@@ -21,9 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
-from fullshard.json_files import Refuse, as_typed, parse_json, read_json, read_text
+from fullshard.json_files import Refuse, as_typed, json_text, parse_json, read_json, read_text
 from fullshard.tools.config import OptionError, TrainConfig
-from fullshard.tools.json_text import json_text
 
 
 class _Hardware(TypedDict):

@@ -6,49 +6,45 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from fullshard.tools.cli_options import flag, takes
-from fullshard.tools.config import DEFAULT_CACHE, OptionError, TrainConfig, read_options
+from fullshard.tools.cli_options import Command, flag, takes
+from fullshard.tools.config import DEFAULT_CACHE, MOST_USED, OptionError, TrainConfig, read_options
 
 TRAIN_EXAMPLES = """
 Examples:
 
-    fullshard train                      10M parameters on Python's own source
-
-    fullshard train --model tiny         the same in a minute, to look around
-
+    fullshard train                      # 10M parameters, Python's own source
+    fullshard train --model tiny         # in a minute, to look around
     fullshard train --data books/ notes.txt --steps 2000 --out runs/books
-
-    fullshard train --model 125m --dtype bf16 --activation-checkpointing
-
-    fullshard train --config run.toml --lr 1e-3   options from a file, and one typed
-
-    fullshard train --config runs/books --out runs/again   the options of another run
-
+    fullshard train --resume runs/books  # go on, bit for bit
+    fullshard train --finetune llama/ --data books.jsonl --epochs 3
     fullshard train --data books.jsonl --tokenizer llama/ --model llama/config.json --seq 1024
+    fullshard train --init-from runs/books --data letters/  # begin with the weights of a run
+    fullshard train --model 125m --dtype bf16 --activation-checkpointing
+    fullshard train --config run.toml --lr 1e-3  # options from a file, and one typed
+    fullshard train --config runs/books --out runs/again  # the options of another run
 
-    fullshard train --data books.jsonl --tokenizer llama/ --model llama/ --init-from llama/ --lr 1e-5
-
-    fullshard train --resume runs/books  continue, bit for bit
-
-    fullshard train --init-from runs/books --data letters/  begin with its weights
+Several hosts:
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m fullshard train --model 1b --out /shared/run
-
     srun --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 fullshard train --model 1b --out /shared/run
-
-    fullshard launch --help              a script for Slurm, Kubernetes, Ray or SkyPilot
+    fullshard launch --help  # a script for Slurm, Kubernetes, Ray or SkyPilot
 
 Text is trained on byte by byte, or in the tokens of --tokenizer. It is plain, JSON lines (.jsonl, .ndjson), Parquet, or a folder that `datasets` has saved. A folder's hidden, binary and empty files are skipped, and named.
-
-While it runs, tokens/s is the mean of the last 20 steps; metrics.jsonl has that of each.
 
 Exit codes: 0 finished, 1 failed, 2 unusable options or missing packages, 3 a rank died, 75 stopped by Ctrl-C or SIGTERM with everything saved.
 """
 
 
-class TrainCommand(TyperCommand):
+_REPLACES = {
+    "finetune": ("model", "init_from", "tokenizer", "end_token", "vocab_size", "tie_embeddings"),
+    "epochs": ("steps",),
+    "steps": ("epochs",),
+}
+"""What a file says that is not meant any more where another option is typed."""
+
+
+class TrainCommand(Command):
     """Takes several words after --val-data, as after --data, where TEXT would take all but the first."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -79,38 +75,72 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
         found = read_options(path, known=options, flags=flags, lists=lists)
     except OptionError as error:
         raise typer.BadParameter(str(error).removeprefix("--config ")) from None
-    context.default_map = {options[key].name: value for key, value in found.items()}
+    # Of no value at all, such as [], typer makes None.
+    context.default_map = {options[key].name: value for key, value in found.items() if value != []}
     return path
 
 
-@takes(TrainConfig, save_every=("out", "resume", "auto_resume"))
+@takes(
+    TrainConfig,
+    vocab_size=("finetune",),
+    batch=("epochs",),
+    save_every=("out", "resume", "config", "auto_resume"),
+)
 def train(
     context: typer.Context,
     more_data: Annotated[
         list[str] | None, typer.Argument(help="More text, as after --data.", metavar="TEXT")
     ] = None,
+    *,
     config: Annotated[
         Path | None,
         typer.Option(
             help="TOML file with options, by their names; or a run's folder. What is typed comes first.",
             metavar="FILE",
+            rich_help_panel="Results",
             is_eager=True,
             callback=_read_config,
         ),
     ] = None,
-    *,
+    finetune: Annotated[
+        str | None,
+        typer.Option(
+            help="Fine-tune the model in this folder, of Hugging Face or of `fullshard export`: --model, --init-from "
+            "and --tokenizer in one.",
+            rich_help_panel=MOST_USED,
+            metavar="DIR",
+        ),
+    ] = None,
+    epochs: Annotated[
+        float | None,
+        typer.Option(
+            help="Instead of --steps: how often to go through the text.",
+            rich_help_panel=MOST_USED,
+            metavar="X",
+        ),
+    ] = None,
     cache: Annotated[
         Path,
-        typer.Option(help="Where tokenized text is kept for runs to come.", rich_help_panel="Text"),
+        typer.Option(
+            help="Where tokenized text is kept for runs to come.",
+            rich_help_panel="Text",
+            metavar="DIR",
+        ),
     ] = DEFAULT_CACHE,
     out: Annotated[
         Path | None,
-        typer.Option(help="Run folder. Default: runs/ and the time.", rich_help_panel="Results"),
+        typer.Option(
+            help="Run folder. Default: runs/ and the time.",
+            rich_help_panel=MOST_USED,
+            metavar="DIR",
+        ),
     ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(
-            help="Continue the run in this folder, with its options.", rich_help_panel="Results"
+            help="Continue the run in this folder, with its options.",
+            rich_help_panel=MOST_USED,
+            metavar="DIR",
         ),
     ] = None,
     auto_resume: Annotated[
@@ -135,10 +165,18 @@ def train(
     """
     from fullshard.tools import commands
 
+    options |= {"finetune": finetune, "epochs": epochs}
+    sources = {name: _source(context, name) for name in options}
+    replaced = {
+        other
+        for name, others in _REPLACES.items()
+        for other in others
+        if sources[name] == "COMMANDLINE" and sources[other] == "DEFAULT_MAP"
+    }
     given = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in options.items()
-        if _was_typed(context, name)
+        if sources[name] in ("COMMANDLINE", "DEFAULT_MAP") and name not in replaced
     }
     if more_data:
         given["data"] = (*given.get("data", ()), *more_data)
@@ -146,8 +184,8 @@ def train(
     raise typer.Exit(commands.train(typed, os.environ, as_json=as_json))
 
 
-def _was_typed(context: typer.Context, name: str) -> bool:
-    """Whether an option was given, typed or by --config, even with its default value."""
+def _source(context: typer.Context, name: str) -> str:
+    """Say where an option's value is from: COMMANDLINE, DEFAULT_MAP (--config), or elsewhere."""
     source = context.get_parameter_source(name)
     # By name: typer carries click inside from 0.25 on, so its enum has two homes.
-    return source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
+    return source.name if source else ""

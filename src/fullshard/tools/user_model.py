@@ -10,11 +10,11 @@ from torch import nn
 
 import fullshard
 from fullshard.errors import FullshardError, StateError
+from fullshard.json_files import json_text
 from fullshard.tools.cli_options import refuse
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.import_path import check_import_path, function_at
-from fullshard.tools.json_text import json_text
 from fullshard.tools.launch import Place, place_in
 
 

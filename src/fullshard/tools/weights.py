@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,17 @@ from torch import nn
 import fullshard
 from fullshard.errors import CheckpointError
 from fullshard.json_files import read_json
-from fullshard.models.blueprints import Blueprint, ConfiguredBlueprint, read_model_config
+from fullshard.models.blueprints import (
+    Blueprint,
+    ConfiguredBlueprint,
+    ModelConfigError,
+    read_model_config,
+)
 from fullshard.models.sizes import SIZES, LlamaConfig
-from fullshard.tools.config import OptionError, TrainConfig
+from fullshard.tools.config import OptionError, TrainConfig, as_size_or_path, how_to_get
 from fullshard.tools.run_folder import RunFolder
+from fullshard.tools.text.corpus import NUM_BYTES
+from fullshard.tools.text.tokenizer import FILE as TOKENIZER
 from fullshard.tools.text.tokenizer import files_for_export, open_tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,7 +53,7 @@ def export_run(
     out: Path,
     *,
     dtype: str | None,
-    max_shard_size: str,
+    max_shard_size: str = "5GB",
     overwrite: bool,
     progress: Callable[[int, int], object],
 ) -> "tuple[Path, fullshard.ExportedWeights]":
@@ -58,20 +65,17 @@ def export_run(
         raise OptionError(f"--dtype {dtype}: choose from {', '.join(DTYPES)}.")
     if not overwrite and out.is_dir() and any(out.iterdir()):
         raise OptionError(f"--hf {out}: is there already. Name another folder, or add --overwrite.")
-    if is_run(run):
-        folder, checkpoint = RunFolder(run), _newest(RunFolder(run).checkpoints)
-        if checkpoint is None:
-            raise OptionError(
-                f"{run}: holds no complete checkpoint; its run ended before the first."
-            )
-    elif is_run(run.parent.parent):  # RUN/checkpoints/step-00000350
-        folder, checkpoint = RunFolder(run.parent.parent), run
-    else:
+    found = run_of(run)
+    if found is None:
         raise OptionError(
             f"{run}: is no run of `fullshard train`, nor a checkpoint in one. For another model's "
             "checkpoint, call fullshard.export_hf(checkpoint, folder, config=...): "
             f"only you know its configuration.{what_it_is(run)}"
         )
+    folder = RunFolder(found)
+    checkpoint = _newest(folder.checkpoints) if found == run else run
+    if checkpoint is None:
+        raise OptionError(f"{run}: holds no complete checkpoint; its run ended before the first.")
     with tempfile.TemporaryDirectory() as beside:
         _write_beside(folder, Path(beside))
         exported = fullshard.export_hf(
@@ -107,12 +111,73 @@ def _write_beside(folder: RunFolder, target: Path) -> None:
 # In
 
 
+def fine_tuning(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with what --finetune stands for: --model, --init-from and --tokenizer of its folder.
+
+    Raises OptionError for a folder that is not one of Hugging Face with weights and a tokenizer, and for options
+    that contradict it.
+    """
+    given = dict(options)
+    folder = given.pop("finetune", None)
+    if folder is None:
+        return given
+    path, where = Path(folder), f"--finetune {folder}"
+    if not path.is_dir():
+        raise OptionError(f"{where}: is no folder.{how_to_get(folder)}")
+    if is_run(path):
+        raise OptionError(
+            f"{where}: is a run of fullshard train. To begin with its weights, with its options: --config {folder} "
+            f"--init-from {folder}"
+        )
+    has_tokenizer = (path / TOKENIZER).is_file()
+    for name in ("model", "init_from", *(["tokenizer"] if has_tokenizer else [])):
+        if Path(given.get(name) or path) != path:
+            option = f"--{name.replace('_', '-')}"
+            raise OptionError(
+                f"{where} and {option} {given[name]}: --finetune takes configuration, weights and tokenizer from its "
+                f"folder. Leave out {option}, or name all three: --model, --init-from, --tokenizer."
+            )
+    try:
+        vocab_size = read_model_config(path).get("vocab_size")
+    except ModelConfigError as error:
+        raise OptionError(f"{where}: {error}") from error
+    if has_tokenizer:
+        given["tokenizer"] = folder
+    elif (
+        not given.get("tokenizer") and vocab_size != NUM_BYTES
+    ):  # an export may be of a model of bytes
+        raise OptionError(
+            f"{where}: holds no {TOKENIZER}. Give one with --tokenizer; or write the one that Transformers makes of "
+            f"the folder's other files: AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})"
+        )
+    if not [*path.glob("*.safetensors")]:
+        as_others = " AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) writes them."
+        raise OptionError(f"{where}: holds no weights in safetensors.{as_others}")
+    return given | {"model": as_size_or_path(folder), "init_from": folder}
+
+
+def what_it_begins_with(config: TrainConfig) -> str:
+    """Say what a model of Transformers begins with where that may surprise; else ""."""
+    path = Path(config.model)
+    if config.model in SIZES:
+        return ""
+    if config.init_from:
+        return f"fine-tuning {config.init_from}: the highest learning rate is {config.lr:g} (--lr)"
+    if any((*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin"))):
+        name = config.model_name
+        return (
+            f"{name} has weights; they are not used: training begins with random values. To fine-tune them: "
+            f"--finetune {name}"
+        )
+    return ""
+
+
 def check_initial_weights(config: TrainConfig, blueprint: Blueprint) -> None:
     """Raise OptionError if there is nothing in the folder of --init-from, or it is another model."""
     path = Path(config.init_from)
     where = f"--init-from {path}"
     if not path.is_dir():
-        raise OptionError(f"{where}: is no folder.")
+        raise OptionError(f"{where}: is no folder.{how_to_get(config.init_from)}")
     if is_run(path):
         other = RunFolder(path).read_config()
         if not blueprint.is_same(blueprint_of(other, RunFolder(path))):
@@ -132,7 +197,7 @@ def check_initial_weights(config: TrainConfig, blueprint: Blueprint) -> None:
         found = blueprint.differences(fields)
         if found:
             raise OptionError(
-                f"{where}: is another model than --model {config.model}: {'; '.join(found)}. "
+                f"{where}: is another model than --model {config.model_name}: {'; '.join(found)}. "
                 f"For the model of that folder, with its tokenizer: --model {path} --tokenizer {path}"
             )
 
@@ -171,6 +236,11 @@ def is_run(path: Path) -> bool:
     except OptionError:
         return False
     return {"options", "corpus"} <= fields.keys()
+
+
+def run_of(path: Path) -> Path | None:
+    """Return the run that a path is, or that it is a checkpoint of: RUN/checkpoints/step-00000350."""
+    return next((each for each in (path, path.parent.parent) if is_run(each)), None)
 
 
 def _newest(folder: Path) -> Path | None:

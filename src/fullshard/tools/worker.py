@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import fullshard
 from fullshard.errors import CheckpointError, FullshardError, PeerLostError
+from fullshard.json_files import json_text
 from fullshard.local_ranks import die_with_launcher
 from fullshard.models.blueprints import ConfiguredBlueprint
 from fullshard.peers.waits import announce, lost_ranks, naming_lost_ranks
@@ -26,7 +27,6 @@ from fullshard.peers.watchdog import watchdog
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import Job
-from fullshard.tools.json_text import json_text
 from fullshard.tools.launch import Place, StopRequest, leave
 from fullshard.tools.loggers import RunInfo
 from fullshard.tools.progress import Lasting, Reporter, Reporting, printable

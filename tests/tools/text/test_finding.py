@@ -346,6 +346,30 @@ def test_a_table_of_another_name_is_refused_where_a_field_is_given(tmp_path: Pat
     assert byte_text([str(tmp_path / "p.txt")], seq=2, text_field="text").nbytes == 23
 
 
+@pytest.mark.parametrize(
+    ("columns", "is_text", "fields"),
+    [
+        ({"messages": [{"role": "user"}]}, False, ()),
+        ({"id": "1", "conversations": [{"from": "human"}]}, True, ("id",)),
+        ({"prompt": "a", "completion": "b"}, True, ("prompt", "completion")),
+        (
+            {"instruction": "a", "input": "", "output": "b"},
+            True,
+            ("instruction", "input", "output"),
+        ),
+    ],
+)
+def test_chats_are_recognised(
+    tmp_path: Path, columns: dict[str, object], is_text: bool, fields: tuple[str, ...]
+) -> None:
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps(columns) + "\n")
+    with pytest.raises(CorpusError, match=r"plain text.*examples/trl_sft\.py") as caught:
+        byte_text([str(path)], seq=2)
+    assert (f"(text is in: {', '.join(fields)})" in str(caught.value)) == is_text
+    assert (Path(__file__).parents[3] / "examples" / "trl_sft.py").is_file()
+
+
 @pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.json", "t.jsonl"])
 def test_a_header_that_is_text_is_not_repeated_whole(tmp_path: Path, name: str) -> None:
     words = "word " * 500

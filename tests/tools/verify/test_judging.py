@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.json_files import parse_json
+from fullshard.json_files import json_text, parse_json
 from fullshard.tools.doctor.checks import verdict_of
 from fullshard.tools.doctor.findings import Severity
 from fullshard.tools.exits import Exit
-from fullshard.tools.json_text import json_text
 from fullshard.tools.launch import Ending
 from fullshard.tools.verify.comparing import (
     Comparison,

@@ -189,6 +189,10 @@ class ByteText:
         """Return how often the text has been seen after so many steps; None, as windows are drawn at random."""
         return None
 
+    def num_steps(self, epochs: float) -> int:
+        """Return how many steps draw so often as many bytes as there are."""
+        return math.ceil(min(epochs * self.train_nbytes / self.config.tokens_per_step, 2.0**63))
+
     def encode(self, prompt: str) -> list[int]:
         """Return the tokens with which a sample begins."""
         return list(prompt.encode())

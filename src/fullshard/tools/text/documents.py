@@ -4,7 +4,7 @@
     table           JSON lines, JSON, CSV, Parquet and what `datasets` has saved; a row such as
                     {"text": "Hello", "id": 7} is the document Hello, and read as bytes Hello and a newline
 
-JSON and CSV are read here and not by `datasets`, which `fullshard[train]` does not install, and which takes a row without
+JSON and CSV are read here and not by `datasets`, which the extra `train` does not install, and which takes a row without
 text for one, guesses types of columns that nobody asked for, and names no line of a file that it cannot read.
 """
 
@@ -13,7 +13,7 @@ import csv
 import importlib
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +21,7 @@ from typing import IO, Any, NamedTuple
 
 from fullshard.tools.config import OptionError
 from fullshard.tools.text.cache import CorpusError, KeptFile, kept
+from fullshard.versions import install_hint
 
 DEFAULT_FIELD = "text"
 """Where text is, unless --text-field says otherwise."""
@@ -40,7 +41,17 @@ _COMPRESSED = (
     b"PK\x03\x04",
     b"\x04\x22\x4d\x18",
 )
-_AS_TEXT = "Chats and other lists have to be written as text first, each into a field of its own: docs/training.md, Chats."
+_AS_TEXT = (
+    "Lists have to be written as text first, each into a field of its own: docs/training.md, Chats."
+)
+_CHATS = ("messages", "conversations", "conversation")
+_PAIRS = (
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("prompt", "chosen"),
+    ("instruction", "response"),
+    ("instruction", "output"),
+)
 _MOST_NAMED = 12
 _MOST_HEADER = 2**16
 _KINDS = {type(None): "null", bool: "true or false", list: "a list", dict: "an object"}
@@ -247,8 +258,7 @@ def _check_schema(path: Path, field: str, schema: Any) -> None:
 def _check_column(path: Path, field: str, columns: dict[str, bool]) -> None:
     """columns: of each name, whether it holds text."""
     if not columns.get(field):
-        has = [name for name, is_text in columns.items() if is_text]
-        raise CorpusError(f"{path}: has no column {field!r} with text. {_name_another(has)}")
+        raise CorpusError(f"{path}: has no column {field!r} with text. {_what_else(columns)}")
 
 
 def has_csv_column(path: Path, field: str) -> bool:
@@ -365,10 +375,12 @@ def _text_of(entry: object, field: str, *, where: str) -> str:
     if not isinstance(text, str):
         if field in entry:
             kind = _KINDS.get(type(text), "a number")
-            what_to_do = _AS_TEXT if isinstance(text, list | dict) else "Filter such lines out."
+            what_to_do = "Filter such lines out."
+            if isinstance(text, list | dict):
+                what_to_do = _of_chats({field: False}) or _AS_TEXT
             raise CorpusError(f"{where}: field {field!r} is {kind}, not text. {what_to_do}")
-        has = [key for key, value in entry.items() if isinstance(value, str)]
-        raise CorpusError(f"{where}: has no field {field!r} with text. {_name_another(has)}")
+        columns = {key: isinstance(value, str) for key, value in entry.items()}
+        raise CorpusError(f"{where}: has no field {field!r} with text. {_what_else(columns)}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -379,10 +391,24 @@ def _text_of(entry: object, field: str, *, where: str) -> str:
     return text
 
 
-def _name_another(has: Sequence[str]) -> str:
-    """Say what to do where a field has no text. has: those that have."""
-    is_in = _named(has) or "none"
-    return f"Name another with --text-field (text is in: {is_in}).{'' if has else f' {_AS_TEXT}'}"
+def _what_else(columns: Mapping[str, bool]) -> str:
+    """Say what to do where a field has no text. columns: of each field, whether it holds text."""
+    has = [name for name, is_text in columns.items() if is_text]
+    another = f"Name another with --text-field (text is in: {_named(has)})." if has else ""
+    return " ".join(filter(None, (_of_chats(columns), another))) or f"No field has text. {_AS_TEXT}"
+
+
+def _of_chats(columns: Collection[str]) -> str:
+    """Say what to do with conversations, and with questions and answers; "" for anything else."""
+    chat = next((name for name in _CHATS if name in columns), "")
+    pair = next((pair for pair in _PAIRS if set(pair) <= set(columns)), ())
+    if not chat and not pair:
+        return ""
+    what = f"a chat ({chat!r})" if chat else "a question and its answer ({!r}, {!r})".format(*pair)
+    return (
+        f"It is {what}, and `fullshard train` learns plain text: to fine-tune on answers see examples/trl_sft.py; to "
+        "learn all of it as text, write it so first (docs/training.md, Chats)."
+    )
 
 
 def _named(names: Sequence[str]) -> str:
@@ -455,5 +481,5 @@ def _library(name: str) -> ModuleType:
     except ImportError as error:
         raise OptionError(
             f"--data: Parquet and saved data sets are read by {name.partition('.')[0]}, which is not installed "
-            f'({error}). pip install "fullshard[huggingface]"'
+            f"({error}). Install it with: {install_hint('huggingface')}"
         ) from error

@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from fullshard.tools.config import how_to_get
 from fullshard.tools.text.cache import CorpusError
 from fullshard.tools.text.documents import (
     BINARY_NBYTES,
@@ -191,7 +192,9 @@ def _files_of(
         )
     if not path.is_dir():
         seen_from = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise CorpusError(f"{use.option} {path}: no such file or folder{seen_from}.")
+        raise CorpusError(
+            f"{use.option} {path}: no such file or folder{seen_from}.{how_to_get(str(path), 'dataset')}"
+        )
     files = {file: opened(file) for file in _readable(path, use, skipped)}
     return [files[file] for file in _of_data_set(files, path, use, skipped)]
 

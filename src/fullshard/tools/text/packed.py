@@ -184,6 +184,10 @@ class PackedText:
         """Return how often the text has been seen after so many steps."""
         return steps * self.config.global_batch / self.training.num
 
+    def num_steps(self, epochs: float) -> int:
+        """Return how many steps see the text so often; more epochs than can be counted are a very large number."""
+        return math.ceil(min(epochs * self.training.num / self.config.global_batch, 2.0**63))
+
     def encode(self, prompt: str) -> list[int]:
         return [*self.tokenizer.before, *self.tokenizer.encode([prompt])[0]]
 

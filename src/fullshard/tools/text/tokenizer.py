@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.json_files import parse_json
-from fullshard.tools.config import OptionError
+from fullshard.tools.config import OptionError, how_to_get
+from fullshard.versions import install_hint
 
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -90,6 +91,7 @@ def open_tokenizer(path: Path, end: str = "") -> Tokenizer:
         raise OptionError(
             f"{where}: {'holds no ' + FILE if path.is_dir() else 'no such file'}. Give a file that "
             "`tokenizers` has saved, or a folder with one, such as that of a model of Hugging Face."
+            f"{how_to_get(str(path))}"
         )
     inner = _parsed(file, where)
     # Both are kept in the file, where others left them on, and would cut or fill what is trained on.
@@ -123,8 +125,8 @@ def _parsed(file: Path, where: str) -> Any:
         import tokenizers
     except ImportError as error:
         raise OptionError(
-            f"{where}: needs tokenizers, which is not installed ({error}). "
-            'pip install "fullshard[huggingface]"'
+            f"{where}: needs tokenizers, which is not installed ({error}). Install it with: "
+            f"{install_hint('huggingface')}"
         ) from error
     try:
         return tokenizers.Tokenizer.from_file(str(file))

@@ -10,11 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fullshard.json_files import json_text
 from fullshard.tools.doctor.checks import verdict_of
 from fullshard.tools.doctor.findings import Finding, Severity, counted, numbered, sized, timed
 from fullshard.tools.doctor.printing import findings_table
 from fullshard.tools.exits import Exit
-from fullshard.tools.json_text import json_text
 from fullshard.tools.progress import as_it_is
 from fullshard.tools.verify.comparing import RANK_DIED, Comparison, Difference
 from fullshard.tools.verify.judging import judge
