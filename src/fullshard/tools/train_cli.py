@@ -133,17 +133,22 @@ def train(
     Starts one rank per GPU, or two on the CPU; under torchrun, or as one of srun's tasks, it is one rank.
     Ctrl-C or SIGTERM saves and stops; --resume continues exactly there.
     """
-    from fullshard.tools import commands
+    try:
+        from fullshard.tools import commands
 
-    given = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in options.items()
-        if _was_typed(context, name)
-    }
-    if more_data:
-        given["data"] = (*given.get("data", ()), *more_data)
-    typed = commands.Typed(given, sys.argv[2:], out, resume, auto_resume, cache)
-    raise typer.Exit(commands.train(typed, os.environ, as_json=as_json))
+        given = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in options.items()
+            if value is not None and _was_typed(context, name)
+        }
+        if more_data:
+            given["data"] = (*given.get("data", ()), *more_data)
+        typed = commands.Typed(given, sys.argv[2:], out, resume, auto_resume, cache)
+        raise typer.Exit(commands.train(typed, os.environ, as_json=as_json))
+    except KeyboardInterrupt:  # where ranks run, StopRequest has it
+        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+            print("fullshard: stopped before the first step; nothing to save.", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 def _was_typed(context: typer.Context, name: str) -> bool:
