@@ -331,7 +331,7 @@ _MOST_LINES = {
     "faces": 1340,
     "fsdp1": 2360,
     "fsdp2": 1010,
-    "launching": 655,
+    "launching": 675,
     "live": 910,
     "migrate": 920,
     "models": 1130,
@@ -339,7 +339,7 @@ _MOST_LINES = {
     "peers": 3005,
     "plan": 1540,
     "state": 3270,
-    "tools": 13125,
+    "tools": 13600,
     "top": 2150,
     "watch": 1440,
 }

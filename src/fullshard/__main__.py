@@ -22,9 +22,13 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
-    from fullshard.tools.cli import main as run_command  # noqa: PLC0415 -- what it imports may be missing
+    try:
+        from fullshard.tools.cli import main as run_command  # noqa: PLC0415 -- what it imports may be missing
 
-    run_command()
+        run_command()
+    except KeyboardInterrupt:
+        print("fullshard: stopped before anything had begun.", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

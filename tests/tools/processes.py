@@ -121,8 +121,8 @@ class Run:
         assert not still_mapped(shared)
 
     def ranks(self) -> dict[int, int]:
-        """Return the process id of each rank."""
-        found = {}
+        """Return the process id of each rank: of the launcher's forks, in their order, or as their environment says."""
+        found = dict(enumerate(descendants(self.process.pid)))
         for pid in descendants(self.process.pid):
             for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 if entry.startswith(b"RANK="):

@@ -61,7 +61,6 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         (["--lr", "nan"], "--lr nan: must be a number from 0 on"),
         (["--clip", "-1"], "--clip -1.0: must not be negative"),
         (["--seed", "-1"], "--seed -1: must be from 0"),
-        (["--prompt", ""], "--prompt: is empty"),
         (["--data", "missing/folder"], "--data missing/folder: no such file or folder"),
         (["--data", "text", "--seq", "950"], "one sequence needs 951"),
         (["--resume", "nowhere"], "--resume nowhere: holds no run"),

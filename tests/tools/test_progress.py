@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import unicodedata
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from fullshard.tools import progress
 from fullshard.tools.progress import SPEED_STEPS, Plain, Speed, printable
-from fullshard.tools.worker import _show
+from fullshard.tools.worker import _show, _traceback_of
 
 
 def test_speed_is_that_of_the_last_steps_together() -> None:
@@ -36,21 +37,34 @@ def test_control_characters_are_shown_and_not_obeyed() -> None:
 def test_the_sample_is_printed_escaped_and_kept_as_it_is_in_json(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    numbers = dict.fromkeys(("loss", "unigram_entropy", "tokens_per_second", "seconds"), 1.0)
+    names = ("loss", "val_loss", "unigram_entropy", "tokens_per_second", "seconds")
+    numbers = dict.fromkeys((*names, "steps", "peak_memory_per_rank"), 1.0)
     summary = {
         **numbers,
         "unit": "byte",
         "status": "finished",
         "out": str(tmp_path),
         "report": None,
-        "sample": "def\x1b]0;x\x07\n",
+        "sample": "def\x1b]0;x\x07\n\n  a\n  b\n  c\n",
     }
-    from rich.console import Console
-
     _show(summary, Plain(Console()), as_json=False)
-    assert "--- sample ---\ndef\\x1b]0;x\\x07\n\n----" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "--- sample ---\ndef\\x1b]0;x\\x07\n  a\n  b\n----" in shown
+    names = ["loss", "validation", "speed", "results", "go on", "export"]
+    end = shown.splitlines()[-len(names) :]
+    assert [re.split("  +", line)[0] for line in end] == names
+    assert {re.match(r"[\w ]*?  +", line).end() for line in end} == {12}  # type: ignore[union-attr]
     _show(summary, Plain(Console()), as_json=True)
     assert json.loads(capsys.readouterr().out)["sample"] == summary["sample"]
+
+
+def test_what_other_packages_do_in_a_traceback_is_folded() -> None:
+    try:
+        json.loads('{"a": 1}', object_hook=lambda fields: fields["b"])
+    except KeyError as error:
+        shown = _traceback_of(error)
+    assert shown.count('File "') == shown.count(f'File "{__file__}"') == 2
+    assert shown.endswith("KeyError: 'b'")
 
 
 def test_long_copies_show_a_bar_of_bytes_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
+import os
+import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -13,16 +19,16 @@ from rich.console import Console
 
 from fullshard import latest_checkpoint
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, dumps
+from fullshard.tools import progress
 from fullshard.tools.commands import _finish
-from fullshard.tools.config import TrainConfig
+from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import Job
 from fullshard.tools.launch import Ending
-from fullshard.tools.progress import Live, Plain
+from fullshard.tools.progress import Plain
 from fullshard.tools.report_data import running_mean
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.train import learning_rate
-from fullshard.tools.worker import _what_is_saved
 
 _NUMBERS = {"loss": 2.0, "seconds": 0.5, "tokens_per_second": 9.0, "peak_memory": 100}
 
@@ -66,10 +72,10 @@ def test_what_continues_a_run_can_be_typed_whatever_its_name(
     folder = RunFolder(tmp_path / 'it\'s a [run]* "1" $HOME')
     folder.start(TrainConfig(), fingerprint="x", done=0)
     folder.add_metrics({"step": 1, **_NUMBERS})
-    _finish(Ending(Exit.STOPPED), cast(Job, SimpleNamespace(folder=folder, done=0)))
     (folder.checkpoints / "step-00000001").mkdir(parents=True)
     (folder.checkpoints / "step-00000001" / MANIFEST).write_bytes(dumps(Manifest((), {}, {})))
-    for said in (capsys.readouterr().err, _what_is_saved(folder)):
+    _finish(Ending(Exit.STOPPED), cast(Job, SimpleNamespace(folder=folder, done=0)))
+    for said in (capsys.readouterr().err, folder.what_is_saved()):
         typed = said[said.index("fullshard train --resume") :]
         assert shlex.split(typed) == ["fullshard", "train", "--resume", str(folder.path)]
 
@@ -96,8 +102,18 @@ def test_the_latest_complete_checkpoint_is_found(tmp_path: Path) -> None:
 def test_who_loses_a_rank_before_the_first_checkpoint_hears_that_there_is_none(
     tmp_path: Path,
 ) -> None:
-    said = _what_is_saved(RunFolder(tmp_path))
-    assert said == "There was no complete checkpoint yet; start the run again with another --out."
+    folder = RunFolder(tmp_path / "a run")
+    said = folder.what_is_saved()
+    assert "no complete checkpoint yet" in said
+    typed = shlex.split(said[said.index("fullshard train") :])
+    assert typed[2:] == ["--config", str(folder.path), "--out", str(folder.path), "--auto-resume"]
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (Path("/proc/nope"), tmp_path / "file" / "run"):
+        with pytest.raises(OptionError, match=f"--out {path}: cannot be written"):
+            RunFolder(path).make()
 
 
 def test_learning_rate_rises_and_falls() -> None:
@@ -123,15 +139,70 @@ def test_plain_progress_says_the_last_step_and_the_time_left() -> None:
     assert lines[-1] == "step 100/100  loss 1.5  0:00 left"
 
 
-def test_a_terminal_gets_a_bar_with_the_figures() -> None:
-    out = io.StringIO()
-    reporter = Live(Console(file=out, width=120, force_terminal=True))
-    reporter.note("reading [brackets]")
-    reporter.begin(total=2, done=0)
-    reporter.step(1, {"loss": "1.5"})
-    reporter.step(2, {"loss": "1.25"})
-    reporter.end()
-    reporter.end()
-    assert "reading [brackets]" in out.getvalue()
-    assert "2/2" in out.getvalue()
-    assert "1.25" in out.getvalue()
+def test_a_day_of_plain_progress_has_some_hundreds_of_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out, now = io.StringIO(), itertools.count(1000.0)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    reporter = Plain(Console(file=out, width=200))
+    reporter.begin(total=30_000, done=0)
+    for step in range(1, 30_001):  # of three seconds, as the clock is read about so often
+        reporter.step(step, {"loss": "1.5"}, measured=step == 12_345)
+    lines = out.getvalue().splitlines()
+    assert 200 < len(lines) < 600
+    for step in (1, 12_345, 30_000):
+        assert any(line.startswith(f"step {step}/") for line in lines)
+
+
+_RESIZED = """
+import fcntl, struct, sys, termios
+from rich.console import Console
+from fullshard.tools.progress import Live
+reporter = Live(Console(stderr=True))
+reporter.note("reading [brackets]")
+reporter.note("joining ...")
+reporter.begin(total=350, done=0)
+for loss in ("10.125", "9.875"):
+    for validation in ({}, {"val": "2.612"}):
+        more = {**validation, "epoch": "1.25", "peak": "0.39 GiB"}
+        figures = {"loss": loss, "tok/s": "12,018", **more}
+        reporter.step(7, figures)
+        for columns in (60, 80, 120):
+            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+            reporter._show()
+reporter.end()
+reporter.end()
+print("over")
+"""
+
+
+def test_the_line_of_a_terminal_fits_while_it_is_resized() -> None:
+    terminal, inside = os.openpty()
+    variables = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+    with subprocess.Popen(
+        [sys.executable, "-c", _RESIZED],
+        env=variables | {"TERM": "xterm"},
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+    ) as process:
+        os.close(inside)
+        shown = b""
+        with contextlib.suppress(OSError):  # the end of a pseudo-terminal
+            while part := os.read(terminal, 1 << 16):
+                shown += part
+    os.close(terminal)
+    assert process.returncode == 0, shown
+    text = re.sub(r"\x1b\[[0-9;?]*m", "", shown.decode())
+    assert text.startswith("reading [brackets]\r\n")
+    assert text.endswith("\x1b[?25hover\r\n"), "the cursor is back"
+    lines = {each for each in re.split(r"\r\x1b\[2K|\r\n", text) if "/350  0:0" in each}
+    for columns, num_figures in ((60, {2}), (80, {3}), (120, {4, 5})):
+        fitting = {each for each in lines if columns - 20 < len(each) < columns}
+        assert len(fitting) >= 2, columns
+        for line in fitting:
+            assert re.search(r"step   7/350  0:0\d left  loss ( 9.875|10.125)  tok/s 12,018", line)
+            assert len(re.findall("loss|tok/s|val|epoch|peak", line)) in num_figures, line
+            assert ("━" in line) == (columns > 60), line
+        lines -= fitting
+    assert not lines

@@ -37,7 +37,8 @@ from tests.tools.processes import (
     wait_until,
 )
 
-_SAID = r"starting|joining|corpus:|model:|step \d+/90  loss|stopped after step"
+_SAID = r"starting|joining|corpus:|model:|step \d+/90  loss|(SIG\w+: )?stopping after|stopped after step"
+_SAID += r"|loss  |speed  |results  "
 NINETY = (*TINY, *PAGES, "--steps", "90", "--save-every", "60")
 DAWDLING = ("--logger", f"{Dawdling.__module__}:{Dawdling.__name__}")
 
@@ -114,6 +115,7 @@ def _check_stopped(folder: Path, stopped: Result | Ended, straight: Straight) ->
     assert f"stopped after step {done} of 90, checkpoint saved" in stopped.err
     assert "Traceback" not in stopped.err
     assert "death signal" not in stopped.err
+    assert len(re.findall(r"stopping after", stopped.err)) == 1
     lines = stopped.err.splitlines()
     assert all(re.match(_SAID, line) for line in lines), "torch writes into the progress"
     assert losses(folder) == straight.losses[:done]
@@ -315,6 +317,56 @@ def test_what_a_rank_forks_ends_on_a_signal() -> None:
     assert done.out.split() == [str(-signal.SIGTERM), "0", str(int(signal.SIGTERM))], done.err
 
 
+def test_a_request_to_stop_is_heard_while_the_main_thread_computes() -> None:
+    code = """
+import hashlib, os, signal, threading
+from fullshard.tools import launch
+
+launch._AGAIN_S = 0.0
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # jobs in the background ignore it
+heard = threading.Event()
+
+def hear(request):
+    print(request.asked, request.again, flush=True)
+    heard.set()
+
+def ask():
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+        heard.wait(0.2)
+        heard.clear()
+
+stop = launch.StopRequest(hear)
+asking = threading.Timer(0.05, ask)
+asking.start()
+hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)  # a second in which Python calls no handler
+assert not asking.is_alive()
+print("computed")
+"""
+    (done,) = in_warm_forks(code)
+    assert done.out.splitlines() == ["2 False", "2 True", "computed"], done.err
+
+
+def test_a_second_ctrl_c_ends_ranks_that_have_not_stopped_yet() -> None:
+    code = """
+import os, signal, time
+from fullshard.tools import launch
+
+launch._AGAIN_S = 0.0
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # jobs in the background ignore it
+ended = launch.launch_forks(ranks=1, threads=1)
+if ended is None:
+    stop = launch.StopRequest(lambda request: request.again and os._exit(7))
+    for _ in range(2):
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(0.5)
+    time.sleep(10)  # a step that does not end
+print("all that is left:", ended.code)
+"""
+    (done,) = in_warm_forks(code)
+    assert done.out == "all that is left: 75\n", done.err
+
+
 def test_folders_may_have_any_name(tmp_path: Path) -> None:
     data, run, hub = (
         tmp_path / f'{name} [1]* it\'s "so" $HOME\n!' for name in ("data", "run", "hub")
@@ -341,12 +393,36 @@ def test_it_runs_unchanged_under_torchrun(straight: Straight, tmp_path: Path) ->
     assert losses(tmp_path / "run") == straight.losses
 
 
+_FULL_DISK = """
+import errno, os
+from fullshard.checkpoint import save
+
+def fail(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+save.write_files = fail
+"""
+
+
+def test_a_save_that_fails_in_the_background_ends_the_run_before_the_next(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = ("train", *FOREVER, "--save-every", "50", "--trace-steps", "0", "--out", folder)
+    ranks = fullshard_on_ranks(2, *words, before=_FULL_DISK)
+    assert [ended.code for ended in ranks] == [1, 1], ranks
+    assert 50 < len(losses(folder)) < 100
+    said = "".join(ended.err for ended in ranks)
+    assert "No space left" in said
+    assert said.count("--auto-resume") == 1
+    assert "rank 0: rank" not in said
+
+
 def test_a_loss_that_is_not_finite_stops_every_rank(tmp_path: Path) -> None:
     options = ("--lr", "1e30", "--warmup", "0", "--clip", "0", "--out", tmp_path / "run")
     ranks = fullshard_on_ranks(2, "train", *FOREVER, *options)
     codes = sorted(ended.code for ended in ranks)
     assert codes in ([1, 1], [1, 3]), ranks  # a rank that sees the other end says that it is lost
-    for ended in ranks:
-        # It has nothing to add to what the other has printed, least of all that one should go on.
-        assert "Lower --lr" in ended.err or (ended.code == 3 and "checkpoint" not in ended.err)
-        assert "Traceback" not in ended.err
+    said = "".join(ended.err for ended in ranks)
+    # Whoever comes second has nothing to add to it, least of all that one should go on.
+    assert said.count("Lower --lr") == said.count("No checkpoint had been saved") == 1
+    assert "checkpoint" not in said.replace("No checkpoint had been saved", "")
+    assert "Traceback" not in said

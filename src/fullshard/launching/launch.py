@@ -111,6 +111,7 @@ def _run(task: Task, packed: bytes, meeting: Meeting) -> list[Returned]:
         for rank in range(meeting.ranks):
             environment = meeting.environment(rank)
             processes.append(FunctionProcess(rank, environment))
+        meeting.open()
         for process in processes:
             process.tell(task, packed)
         _follow(processes, endings)

@@ -10,10 +10,11 @@ import datetime
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import IO, Any
 
 import torch.distributed as dist
@@ -47,8 +48,19 @@ class Meeting:
     def __init__(self, ranks: int, threads: int | None = None) -> None:
         self.ranks = ranks
         self._threads = threads or threads_for(ranks, os.environ)
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self._port = self._socket.getsockname()[1]
+        self._store: dist.TCPStore | None = None
+
+    def open(self) -> None:
+        """Answer ranks. To be called once they are forked: it takes threads, which forks do not have."""
         self._store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_CONNECT
+            "127.0.0.1",
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_CONNECT,
+            master_listen_fd=self._socket.detach(),
         )
 
     def environment(self, rank: int) -> dict[str, str]:
@@ -59,7 +71,7 @@ class Meeting:
             "WORLD_SIZE": self.ranks,
             "LOCAL_WORLD_SIZE": self.ranks,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": self._store.port,
+            "MASTER_PORT": self._port,
             "OMP_NUM_THREADS": self._threads,
             LAUNCHER_PID: os.getpid(),
         }
@@ -73,10 +85,13 @@ class Process:
         self, rank: int, command: Sequence[str], environment: Mapping[str, str], **options: Any
     ) -> None:
         self.rank = rank
-        self._popen = subprocess.Popen(
-            command, env=dict(environment), start_new_session=True, **options
-        )
+        self._popen = self._started(command, environment, options)
         self.pid = self._popen.pid
+
+    def _started(
+        self, command: Sequence[str], environment: Mapping[str, str], options: dict[str, Any]
+    ) -> Any:
+        return subprocess.Popen(command, env=dict(environment), start_new_session=True, **options)
 
     @property
     def exit_code(self) -> int | None:
@@ -104,11 +119,13 @@ class Process:
             self._popen.wait(_DIE_S)
 
 
-def wait_for_end(processes: Collection[Process], within_s: float) -> bool:
-    """Wait until all have ended; return whether they have."""
+def wait_for_end(
+    processes: Collection[Process], within_s: float, unless: Callable[[], bool] = lambda: False
+) -> bool:
+    """Wait until all have ended, or the condition holds; return whether they have ended."""
     deadline = time.monotonic() + within_s
     while any(process.exit_code is None for process in processes):
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= deadline or unless():
             return False
         time.sleep(0.01)
     return True
@@ -147,8 +164,6 @@ class FunctionProcess(Process):
             raise
         finally:
             theirs.close()
-        assert self._popen.stdout is not None
-        assert self._popen.stderr is not None
         prefix = f"[rank {rank}] " if rank else ""
         self.outputs = [
             Output(self._popen.stdout, "stdout", prefix),

@@ -22,7 +22,7 @@ from fullshard.tools.job import (
     restarted_job,
     resumed_job,
 )
-from fullshard.tools.launch import Ending, Place, launch, place_in
+from fullshard.tools.launch import Ending, Place, launch, launch_forks, may_fork, place_in
 from fullshard.tools.weights import what_it_begins_with
 
 
@@ -48,7 +48,10 @@ def train(typed: Typed, environment: Mapping[str, str], *, as_json: bool) -> Exi
             print(note, file=sys.stderr)
         if place is None:
             check_local_ranks(job.config.device, job.config.ranks)
-            return _finish(_launch(job, typed, environment), job)
+            if (ending := _launch(job, typed, environment)) is not None:
+                return _finish(ending, job)
+            place = place_in(environment)  # of a fork
+            assert place is not None
         _check_place(job.config, place)
     except NothingLeftError as error:
         if not typed.auto_resume:
@@ -121,8 +124,11 @@ def _job(typed: Typed, place: Place | None) -> Job:
     return resumed_job(resume, changes, cache=typed.cache)
 
 
-def _launch(job: Job, typed: Typed, environment: Mapping[str, str]) -> Ending:
+def _launch(job: Job, typed: Typed, environment: Mapping[str, str]) -> Ending | None:
+    """Run the ranks, as forks if that can be, and say how they ended; None in a fork, which is one of them."""
     ranks = job.config.ranks
+    threads = threads_for(ranks, environment)
+    job.folder.make()
     job.folder.summary_file.unlink(missing_ok=True)
     # The ranks parse the same line, and would take another time for the default of --out.
     out = () if typed.out or typed.resume else ("--out", str(job.folder.path))
@@ -132,7 +138,12 @@ def _launch(job: Job, typed: Typed, environment: Mapping[str, str]) -> Ending:
         f"{job.folder.path}",
         file=sys.stderr,
     )
-    return launch(arguments, ranks=ranks, threads=threads_for(ranks, environment))
+    if not may_fork():
+        return launch(arguments, ranks=ranks, threads=threads)
+    from fullshard.tools.worker import import_all
+
+    import_all()
+    return launch_forks(ranks=ranks, threads=threads)
 
 
 def _finish(ending: Ending, job: Job) -> Exit:
@@ -157,8 +168,8 @@ def _what_is_lost(job: Job) -> str:
     if not metrics or metrics[-1]["step"] <= job.done:
         return "stopped before the first step; nothing to save."
     return (
-        f"the ranks were ended after step {metrics[-1]['step']}, before they had saved it. If there is a "
-        f"checkpoint, the run goes on from it with: {job.folder.to_resume}"
+        f"the ranks were ended after step {metrics[-1]['step']}, before they had saved it. "
+        f"{job.folder.what_is_saved()}"
     )
 
 

@@ -208,7 +208,10 @@ class TrainConfig:
         2, "How many of the newest checkpoints stay.", panel="Results", least=1, may_change=True
     )
     prompt: str = option_field(
-        "def main(", "Beginning of the text sample.", panel="Results", may_change=True
+        "",
+        "Beginning of the text sample. Default: def main(, or some words of --data.",
+        panel="Results",
+        may_change=True,
     )
     sample_length: int = option_field(
         300,
@@ -286,8 +289,6 @@ class TrainConfig:
             found.append(f"--lr {self.lr}: must be a number from 0 on.")
         elif not 0 <= self.min_lr <= self.lr:
             found.append(f"--min-lr {self.min_lr}: must be from 0 to --lr {self.lr}.")
-        if not self.prompt:
-            found.append("--prompt: is empty; give at least one character to continue.")
         return found
 
     @property

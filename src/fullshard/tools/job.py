@@ -209,7 +209,7 @@ def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CA
     if checkpoint is None:
         raise OptionError(
             f"--resume {path}: holds no complete checkpoint; the run ended before its first one. "
-            "Start it again with another --out."
+            f"Begin it again with: {folder.to_begin_again}"
         )
     changes = {key: value for key, value in changes.items() if value not in ("auto", None)}
     if "finetune" in changes:  # of which the run has its own copies

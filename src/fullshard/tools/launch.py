@@ -1,15 +1,20 @@
 """Start the ranks of this machine as commands of `fullshard`, and say how they ended."""
 
+import contextlib
 import dataclasses
+import gc
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from fullshard.launching.processes import Meeting, Process, end_all, wait_for_end
-from fullshard.local_ranks import LAUNCHER_PID
+from fullshard.launching.processes import END_S, Meeting, Process, end_all, wait_for_end
+from fullshard.local_ranks import LAUNCHER_PID, num_gpus
 from fullshard.tools.exits import Exit
 from fullshard.tools.slurm import variables_of_rank
 
@@ -27,6 +32,7 @@ _DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
 _LOOK_S = 0.1  # how long an end can go unseen
 _SAVE_TIMEOUT_S = 300
+_AGAIN_S = 1.0  # between two Ctrl-C, for the second to count: time to read what the first one does
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,19 +89,88 @@ class Ending:
     rank: int | None = None
 
 
+def may_fork() -> bool:
+    """Whether ranks may be forks of this process, which have imported already what it has: that takes seconds.
+
+    Forks do without the threads that numpy starts when it is imported, as DataLoader's workers do; other threads may
+    hold locks. Nor does CUDA work in forks of a process that has asked for it.
+    """
+    return sys.platform == "linux" and not num_gpus() and _num_threads() == _THREADS_OF_IMPORTS
+
+
+def _num_threads() -> int:
+    return len([*Path("/proc/self/task").iterdir()]) if sys.platform == "linux" else 0
+
+
+_THREADS_OF_IMPORTS = _num_threads()
+
+
+class _Fork:
+    """A fork of this process, with what `Process` asks of Popen. In it, pid is 0, and the program goes on."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        gc.freeze()  # or each would look through what was imported for garbage, and copy it
+        self.pid = os.fork()
+        if not self.pid:
+            os.setsid()
+            for name, value in environment.items():
+                os.environ[name] = value
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while starting
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired("fork", timeout)
+            else:
+                time.sleep(0.01)
+        return self.returncode
+
+
+class _ForkedProcess(Process):
+    def _started(self, _: object, environment: Mapping[str, str], __: object) -> _Fork:
+        return _Fork(environment)
+
+
 def launch(arguments: Sequence[str], *, ranks: int, threads: int) -> Ending:
     """Run `python -m fullshard ARGUMENTS` on `ranks` local ranks until all have ended.
 
     Raises OSError or RuntimeError if they cannot be started.
     """
-    meeting = Meeting(ranks, threads)
     command = [sys.executable, "-u", "-m", "fullshard", *arguments]
+    ending = _launch(Process, command, ranks=ranks, threads=threads)
+    assert ending is not None
+    return ending
+
+
+def launch_forks(*, ranks: int, threads: int) -> Ending | None:
+    """Fork this process into `ranks` local ranks, until all have ended; return None in each of them.
+
+    A rank finds its place in its environment. To be called where `may_fork` says so.
+    """
+    return _launch(_ForkedProcess, (), ranks=ranks, threads=threads)
+
+
+def _launch(
+    kind: type[Process], command: Sequence[str], *, ranks: int, threads: int
+) -> Ending | None:
+    meeting = Meeting(ranks, threads)
     processes: list[Process] = []
     with StopRequest() as stop:
         try:
             for rank in range(ranks):
                 environment = _DEFAULTS | meeting.environment(rank) | _AS_TORCHRUN
-                processes.append(Process(rank, command, environment))
+                processes.append(kind(rank, command, environment))
+                if not processes[-1].pid:
+                    processes.clear()  # they are the launcher's
+                    return None
+            meeting.open()
             while not stop.asked:
                 codes = {process.rank: process.exit_code for process in processes}
                 failed = {rank: code for rank, code in codes.items() if code}
@@ -108,42 +183,83 @@ def launch(arguments: Sequence[str], *, ranks: int, threads: int) -> Ending:
                 time.sleep(_LOOK_S)
             for process in processes:
                 process.signal(stop.asked)
-            wait_for_end(processes, _SAVE_TIMEOUT_S)
+            wait_for_end(processes, _SAVE_TIMEOUT_S, unless=lambda: stop.again)
+            if stop.again:
+                for process in processes:
+                    process.signal(signal.SIGINT)
+                wait_for_end(processes, END_S)
             return Ending(Exit.STOPPED)
         finally:
             for process in processes:
                 process.kill()
+            if (
+                processes and sys.stderr.isatty()
+            ):  # a live line hides the cursor, also where its rank was killed
+                with contextlib.suppress(OSError):
+                    print("\x1b[?25h", end="", file=sys.stderr, flush=True)
 
 
 class StopRequest:
     """Notes the first signal to stop that comes, instead of ending this process by it.
 
-    Asking again changes nothing: a supervisor and the launcher may both pass on one request. What the process was
-    started to ignore (SIGHUP under `nohup`) stays ignored. Processes that this one forks, such as workers that load
-    data, have back what was there before: a signal is to end them. So has this one at the end of a `with`.
+    asked: its number, or 0. again: whether a Ctrl-C followed, a second later or more; other signals change nothing
+    then, as a supervisor and the launcher may both pass on one request. What the process was started to ignore
+    (SIGHUP under `nohup`) stays ignored. Processes that this one forks, such as workers that load data, have back
+    what was there before: a signal is to end them. So has this one at the end of a `with`.
+
+    leads_to: what comes of a request now, in words. on_change: is called when `asked` or `again` has changed, on a
+    thread of its own: Python calls handlers of signals between two instructions of the main thread, and one that
+    computes a layer may take seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_change: "Callable[[StopRequest], None] | None" = None) -> None:
         self.asked = 0
+        self.again = False
+        self.leads_to = "stopping after the first step and saving"
+        self._asked_at = 0.0
         self._before: dict[int, Any] = {}
+        self._listens = on_change is not None
+        if on_change is not None:
+            reading, writing = os.pipe()
+            os.set_blocking(writing, False)
+            signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+            threading.Thread(target=self._listen, args=(reading, on_change), daemon=True).start()
+        handler = _ignore if self._listens else self._handle
         for name in STOP_SIGNALS:
             number = signal.Signals[name]
             before = signal.getsignal(number)
             if before is not signal.SIG_IGN:
                 self._before[number] = before or signal.SIG_DFL
-                signal.signal(number, self._ask)
+                signal.signal(number, handler)
         os.register_at_fork(after_in_child=self.__exit__)
 
-    def _ask(self, number: int, _: object) -> None:
-        self.asked = self.asked or number
+    def _handle(self, number: int, _: object) -> None:
+        if not self.asked:
+            self.asked, self._asked_at = number, time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._asked_at >= _AGAIN_S:
+            self.again = True
+
+    def _listen(self, pipe: int, on_change: "Callable[[StopRequest], None]") -> None:
+        while number := os.read(pipe, 1)[0]:
+            before = self.asked, self.again
+            if number in self._before:
+                self._handle(number, None)
+            if before != (self.asked, self.again):
+                on_change(self)
 
     def __enter__(self) -> "StopRequest":
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._listens:
+            signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+
+
+def _ignore(number: int, _: object) -> None:
+    """Stand for a signal that a thread hears of."""
 
 
 def leave(code: Exit) -> NoReturn:

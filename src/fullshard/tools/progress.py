@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live bar on a terminal, plain lines elsewhere.
+"""What a person sees of a run: one live line on a terminal, plain lines elsewhere.
 
 Everything goes to standard error, so that standard output carries results alone.
 """
@@ -9,106 +9,188 @@ import time
 from collections import deque
 from typing import IO, Any, cast
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live as LiveDisplay
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
-    MofNCompleteColumn,
     Progress,
-    SpinnerColumn,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.text import Text
 
 SPEED_STEPS = 20
-_PLAIN_INTERVAL_S = 2.0
 _COPYING_AFTER_S = 2.0
+_REDRAWN_PER_S = 4  # often enough for a spinner, and nothing to a step
+_BAR = (8, 40)  # columns, at least and at most
+_BEFORE_BAR = 5  # parts of the line that matter more than it: step, time left and three figures
+# Of plain lines: at first every 2 s, then rarer the longer a run goes, in the end every 5 minutes. A day has 440.
+_LEAST_INTERVAL_S, _MOST_INTERVAL_S, _SHARE_OF_RUN = 2.0, 300.0, 1 / 30
 
 
 class Reporter:
     """Where the training loop reports to; this one, of every rank but 0, says nothing."""
 
     def note(self, text: str) -> None:
-        """Say something between steps."""
+        """Say something. What ends in "..." goes on until the next call."""
 
     def begin(self, *, total: int, done: int) -> None:
         """Begin to count steps."""
 
-    def step(self, done: int, figures: dict[str, str]) -> None:
-        """Say what came out of a step."""
+    def step(self, done: int, figures: dict[str, str], *, measured: bool = False) -> None:
+        """Say what came out of a step.
+
+        figures: the most important one first. measured: whether this step measured something that others do not,
+        such as the loss on text that is held out.
+        """
 
     def end(self) -> None:
         """Leave the terminal as it was."""
 
 
+class _Pace:
+    """How many steps are done, and how long the last ones took, up to 20."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self.total = total
+        self.began = time.monotonic()
+        self._first = done
+        self._times = deque([(done, self.began)], maxlen=SPEED_STEPS + 1)
+
+    @property
+    def done(self) -> int:
+        return self._times[-1][0]
+
+    def step(self, done: int) -> None:
+        self._times.append((done, time.monotonic()))
+        if done == self._first + 2:  # the first one, which allocates and compiles, is not typical
+            self._times.popleft()
+
+    def left(self) -> str:
+        """Return the time that is left, as "1:05", "2:00:00" or, before the first step, "-:--"."""
+        (first, began), (last, ended) = self._times[0], self._times[-1]
+        if first == last:
+            return "-:--"
+        each = (ended - began) / (last - first)
+        return clock((self.total - last) * each - min(each, time.monotonic() - ended))
+
+
 class Plain(Reporter):
-    """Lines for a log: each note, and a step at most every two seconds."""
+    """Lines for a log: notes, the first step, the last, those that measured something, and some between."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._total = 0
-        self._first_step = 0
-        self._started = self._last = 0.0
+        self._pace = _Pace(0, 0)
+        self._last = 0.0
 
     def note(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def begin(self, *, total: int, done: int) -> None:
-        self._total, self._first_step = total, done
-        self._started = time.monotonic()
+        self._pace, self._last = _Pace(total, done), 0.0
 
-    def step(self, done: int, figures: dict[str, str]) -> None:
+    def step(self, done: int, figures: dict[str, str], *, measured: bool = False) -> None:
+        self._pace.step(done)
         now = time.monotonic()
-        if now - self._last < _PLAIN_INTERVAL_S and done != self._total:
+        rare = (now - self._pace.began) * _SHARE_OF_RUN
+        interval = min(_MOST_INTERVAL_S, max(_LEAST_INTERVAL_S, rare))
+        if now - self._last < interval and not measured and done != self._pace.total:
             return
         self._last = now
-        left = (self._total - done) * (now - self._started) / (done - self._first_step)
         values = "  ".join(f"{name} {value}" for name, value in figures.items())
-        self.note(f"step {done}/{self._total}  {values}  {_clock(left)} left")
+        self.note(f"step {done}/{self._pace.total}  {values}  {self._pace.left()} left")
 
 
 class Live(Reporter):
-    """A bar with the latest figures, and a spinner that turns while nothing else changes."""
+    """One line at the bottom: what goes on now, or a bar, the steps, the time left and the latest figures.
+
+    At 80 columns, and at 60:
+
+        ⠋ ━━━━━━━━╸━━━━━━  step  60/350  0:24 left  loss 2.577  tok/s 12,018
+        ⠋ step  60/350  0:24 left  loss 2.577  tok/s 12,018
+
+    What does not fit is left out: figures after the third, then the bar, then other figures, the last one first. A
+    figure keeps the width of its longest value, so that nothing moves from step to step.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=False,
-        )
-        self._task: TaskID | None = None
-        self._status = console.status("")
+        self._display: LiveDisplay | None = None
+        self._spinner = Spinner("dots")
+        self._now = ""
+        self._pace: _Pace | None = None
+        self._figures: dict[str, str] = {}
+        self._widths: dict[str, int] = {}
 
     def note(self, text: str) -> None:
-        if self._task is not None:
-            self._progress.console.print(escape(text), highlight=False)
-            return
-        self._console.print(escape(text), highlight=False)
-        self._status.update(escape(text))
-        self._status.start()
+        if text.endswith("...") and self._pace is None:
+            self._now = text
+        else:
+            self._console.print(escape(text), highlight=False, soft_wrap=True)
+        self._show()
 
     def begin(self, *, total: int, done: int) -> None:
-        self._status.stop()
-        self._progress.start()
-        self._task = self._progress.add_task("training", total=total, completed=done, figures="")
+        self._pace, self._figures = _Pace(total, done), {}
+        self._show()
 
-    def step(self, done: int, figures: dict[str, str]) -> None:
-        assert self._task is not None
-        shown = "  ".join(f"{name} [bold]{value}[/bold]" for name, value in figures.items())
-        self._progress.update(self._task, completed=done, figures=shown)
+    def step(self, done: int, figures: dict[str, str], *, measured: bool = False) -> None:
+        assert self._pace is not None
+        self._pace.step(done)
+        self._figures = figures
 
     def end(self) -> None:
-        self._status.stop()
-        self._progress.stop()
-        self._task = None
+        display, self._display = self._display, None
+        if display is not None:
+            display.transient = self._pace is None
+            display.stop()
+        self._pace, self._now = None, ""
+
+    def _show(self) -> None:
+        if self._display is None:
+            self._display = LiveDisplay(
+                self,
+                console=self._console,
+                refresh_per_second=_REDRAWN_PER_S,
+                redirect_stdout=sys.stdout.isatty(),  # a file or pipe keeps what is for it
+            )
+            self._display.start()
+        self._display.refresh()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line, room = Text(no_wrap=True, overflow="crop", end=""), options.max_width - 1
+        if self._display is None and self._pace is None:
+            return
+        turning = self._spinner.render(console.get_time())
+        line.append_text(turning if isinstance(turning, Text) else Text()).append(" ")
+        if self._pace is None:
+            line.append(self._now)
+            line.truncate(room)
+            yield line
+            return
+        total, done = self._pace.total, self._pace.done
+        parts = [Text(f"step {done:>{len(str(total))}}/{total}"), self._part("left", "", " left")]
+        parts += [self._part(name, f"{name} ") for name in self._figures]
+        least, most = _BAR
+        shown = Text("  ").join(parts)
+        while len(parts) > 1 and line.cell_len + shown.cell_len > room - (
+            least + 2 if len(parts) > _BEFORE_BAR else 0
+        ):
+            shown = Text("  ").join(parts := parts[:-1])
+        if (width := room - line.cell_len - shown.cell_len - 2) >= least:
+            yield line
+            yield ProgressBar(total=total, completed=done, width=min(width, most))
+            line = Text("  ", no_wrap=True, overflow="crop", end="")
+        yield line.append_text(shown)
+
+    def _part(self, name: str, before: str, after: str = "") -> Text:
+        value = self._pace.left() if name == "left" and self._pace else self._figures[name]
+        width = self._widths[name] = max(len(value), self._widths.get(name, 0))
+        return Text.assemble(before, (value.rjust(width), "bold"), after)
 
 
 class Lasting:
@@ -205,6 +287,8 @@ def as_it_is(text: str) -> str:
     return escape(printable(text))
 
 
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes}:{seconds:02d}"
+def clock(seconds: float) -> str:
+    """Return a time as "1:05" or "27:46:40"."""
+    minutes, seconds = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -14,13 +14,16 @@ Only rank 0 writes, except that every rank writes its part of a checkpoint.
 """
 
 import dataclasses
+import errno
 import functools
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
+import fullshard
 from fullshard.json_files import Refuse, as_typed, json_text, parse_json, read_json, read_text
 from fullshard.tools.config import OptionError, TrainConfig
 
@@ -92,6 +95,33 @@ class RunFolder:
         """What to type to continue the run."""
         return f"fullshard train --resume {shlex.quote(str(self.path))}"
 
+    @property
+    def to_begin_again(self) -> str:
+        """What to type to begin the run again in this folder, where it has no checkpoint; it continues one that it has."""
+        folder = shlex.quote(str(self.path))
+        return f"fullshard train --config {folder} --out {folder} --auto-resume"
+
+    def what_is_saved(self) -> str:
+        """Say which checkpoint there is, and what to type to go on from it, or to begin again."""
+        checkpoint = fullshard.latest_checkpoint(self.checkpoints)
+        if checkpoint is None:
+            return f"There was no complete checkpoint yet; begin again with: {self.to_begin_again}"
+        return (
+            f"The last complete checkpoint is of step {checkpoint.step} ({checkpoint.path}); continue "
+            f"with: {self.to_resume}"
+        )
+
+    def make(self) -> None:
+        """Make the folder if it is not there; raises OptionError where nothing can be written."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise OptionError(
+                f"--out {self.path}: cannot be written: {error.strerror}. Name another folder."
+            ) from error
+
     def check_new(self, *, may_have_begun: bool = False) -> None:
         """Raise OptionError if a run is already here (unless it may) or the folder cannot be."""
         if not may_have_begun and (self.config_file.exists() or self.checkpoints.exists()):
@@ -142,7 +172,7 @@ class RunFolder:
 
         tokenizer: the content of its files, by name. model: the fields of its configuration.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.make()
         for name, content in (tokenizer or {}).items():
             self.tokenizer_folder.mkdir(exist_ok=True)
             (self.tokenizer_folder / name).write_bytes(content)

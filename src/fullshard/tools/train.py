@@ -8,6 +8,7 @@ anybody was asked to stop.
 import contextlib
 import math
 import resource
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard.errors import AllocationError, FullshardError
+from fullshard.errors import AllocationError, CheckpointError, FullshardError
 from fullshard.models.blueprints import Blueprint, ModelConfigError
 from fullshard.models.built import LanguageModel, build
 from fullshard.models.generation import evaluating, generate
@@ -29,7 +30,7 @@ from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.job import Job
 from fullshard.tools.launch import StopRequest
 from fullshard.tools.loggers import make_loggers
-from fullshard.tools.progress import SPEED_STEPS, Reporter, Speed
+from fullshard.tools.progress import Reporter, Speed
 from fullshard.tools.text.corpus import IGNORED, Batch
 
 _BETAS = (0.9, 0.95)
@@ -40,11 +41,15 @@ class TrainingError(FullshardError, RuntimeError):
 
 
 class StepReport(NamedTuple):
-    """What a step tells every rank: mean loss over all of them, gradient norm, stop or not."""
+    """What a step tells every rank: mean loss over all of them, gradient norm, stop or not.
+
+    save_ended: whether the save that was under way has ended on all ranks, well or not.
+    """
 
     loss: float
     grad_norm: float
     stop: bool
+    save_ended: bool
 
 
 class Trainer:
@@ -85,15 +90,25 @@ class Trainer:
             keep_last=config.keep_checkpoints,
             signals=(),  # `StopRequest` has them
         )
+        self._pending: fullshard.PendingSave | None = None
 
     def train(self, *, done: int) -> int:
         """Take steps until all are done or somebody asks to stop; return how many are done.
 
         The state is saved every `save_every` steps, in the background, and at the end, whichever way
-        it comes.
+        it comes. A save that fails ends training at the next step, with a CheckpointError on every rank.
         """
+        try:
+            return self._train(done)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}\nTraining has ended, as later saves would fail too. {self.folder.what_is_saved()}"
+            ) from error
+
+    def _train(self, done: int) -> int:
         config = self.config
         self.report.begin(total=config.steps, done=done)
+        self.stop.leads_to = "stopping after this step and saving"
         traced = steps_to_trace(config, done=done)
         with StepRecorder(self.model, self.optimizer, self.folder.trace_folder, traced) as recorder:
             while done < config.steps:
@@ -106,18 +121,35 @@ class Trainer:
                 is_last = result.stop or done == config.steps
                 self._record(done, result, seconds, self._validate(done, is_last=is_last))
                 if not math.isfinite(result.loss):
-                    raise TrainingError(
-                        f"step {done}: the loss is {result.loss}. Lower --lr (now {config.lr}), or "
-                        f"raise --warmup (now {config.warmup}); the last checkpoint is from before."
-                    )
+                    self.checkpoints.wait()
+                    raise TrainingError(self._not_finite(done, result.loss))
+                if result.save_ended:  # a disk that was full is known now, not at the next save
+                    self._pending = None
+                    self.checkpoints.wait()
                 regular = config.save_every and done % config.save_every == 0
                 if regular or is_last:
-                    self.checkpoints.save(done)
+                    saving = self.checkpoints.save(done)
+                    self._pending = saving if isinstance(saving, fullshard.PendingSave) else None
                 if result.stop:
                     break
         self.checkpoints.close()  # waits for the last one
         self.report.end()
         return done
+
+    def _not_finite(self, step: int, loss: float) -> str:
+        """Say what to do after a step whose loss is not finite. Such a state is never saved."""
+        config, run = self.config, shlex.quote(str(self.folder.path))
+        changed = f"fullshard train --config {run} --out {run}-again --lr {config.lr / 3:.1g}"
+        checkpoint = fullshard.latest_checkpoint(self.folder.checkpoints)
+        if checkpoint is None:
+            kept = "No checkpoint had been saved."
+        else:
+            changed += f" --init-from {shlex.quote(str(checkpoint.path))}"
+            kept = f"That begins with the last checkpoint, of step {checkpoint.step}."
+        return (
+            f"step {step}: the loss is {loss}. Lower --lr (now {config.lr}), or raise --warmup (now "
+            f"{config.warmup}), for example: {changed}\n{kept}"
+        )
 
     def _step(self, step: int) -> StepReport:
         """Train on the step's sequences; `step` counts from zero."""
@@ -142,12 +174,14 @@ class Trainer:
         norm = fullshard.clip_grad_norm_(self.model.parameters(), max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        shared = torch.stack(
-            (total.double(), torch.full_like(total, bool(self.stop.asked)).double())
-        )
+        has_saved = self._pending is not None and self._pending.done()
+        votes = torch.tensor([bool(self.stop.asked), has_saved], device=self.device)
+        shared = torch.cat((total.double().view(1), votes))
         dist.all_reduce(shared)
-        loss_sum, stops = shared.tolist()
-        return StepReport(loss_sum / config.ranks, float(norm), stops > 0)
+        loss_sum, stops, saved = shared.tolist()
+        if stops and not self.stop.asked:
+            self.report.note("another rank was asked to stop: saving")
+        return StepReport(loss_sum / config.ranks, float(norm), stops > 0, saved == config.ranks)
 
     @torch.no_grad()
     def _validate(self, done: int, *, is_last: bool) -> float | None:
@@ -199,20 +233,29 @@ class Trainer:
         self.loggers.log(done, values)
         figures = {
             "loss": f"{result.loss:.3f}",
-            **({"val": f"{self.val_loss:.3f}"} if self.val_loss is not None else {}),
-            f"tokens/s (last {SPEED_STEPS} steps)": f"{self._speed.after(num_tokens, seconds):,.0f}",
+            "tok/s": f"{self._speed.after(num_tokens, seconds):,.0f}",
+            "val": f"{self.val_loss:.3f}" if self.val_loss is not None else "",
+            "epoch": f"{epoch:.2f}" if epoch is not None else "",
             "peak": f"{memory / 2**30:.2f} GiB",
-            **({"epoch": f"{epoch:.2f}"} if epoch is not None else {}),
         }
-        self.report.step(done, figures)
+        shown = {name: value for name, value in figures.items() if value}
+        self.report.step(done, shown, measured=val_loss is not None)
 
     def sample(self) -> str:
         """Generate from the sharded model, all ranks together, and return prompt and sample.
 
         Ends early with a token that ends a document, and when asked to stop.
         """
-        begin = self.text.encode(self.config.prompt)
+        self.stop.leads_to = "leaving the rest of the sample out; the last step is saved"
+        begin = self.text.encode(self.config.prompt or self._words())
         return self.text.decode([*begin, *self._sampled(begin)])
+
+    def _words(self) -> str:
+        """Return what a sample begins with: of the user's own text, some words that the first step was given."""
+        if not self.config.data:
+            return "def main("
+        words = self.text.decode(self.text.batch(0, range(1)).inputs[0].tolist()).split()
+        return " ".join(words[1:4]) or "".join(words)[1:20] or "\n"
 
     def _sampled(self, begin: list[int]) -> Iterator[int]:
         prompt = torch.tensor([begin], device=self.device)

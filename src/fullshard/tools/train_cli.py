@@ -163,25 +163,32 @@ def train(
     Starts one rank per GPU, or two on the CPU; under torchrun, or as one of srun's tasks, it is one rank.
     Ctrl-C or SIGTERM saves and stops; --resume continues exactly there.
     """
-    from fullshard.tools import commands
+    try:
+        from fullshard.tools import commands
 
-    options |= {"finetune": finetune, "epochs": epochs}
-    sources = {name: _source(context, name) for name in options}
-    replaced = {
-        other
-        for name, others in _REPLACES.items()
-        for other in others
-        if sources[name] == "COMMANDLINE" and sources[other] == "DEFAULT_MAP"
-    }
-    given = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in options.items()
-        if sources[name] in ("COMMANDLINE", "DEFAULT_MAP") and name not in replaced
-    }
-    if more_data:
-        given["data"] = (*given.get("data", ()), *more_data)
-    typed = commands.Typed(given, sys.argv[2:], out, resume, auto_resume, cache)
-    raise typer.Exit(commands.train(typed, os.environ, as_json=as_json))
+        options |= {"finetune": finetune, "epochs": epochs}
+        sources = {name: _source(context, name) for name in options}
+        replaced = {
+            other
+            for name, others in _REPLACES.items()
+            for other in others
+            if sources[name] == "COMMANDLINE" and sources[other] == "DEFAULT_MAP"
+        }
+        given = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in options.items()
+            if value is not None
+            and sources[name] in ("COMMANDLINE", "DEFAULT_MAP")
+            and name not in replaced
+        }
+        if more_data:
+            given["data"] = (*given.get("data", ()), *more_data)
+        typed = commands.Typed(given, sys.argv[2:], out, resume, auto_resume, cache)
+        raise typer.Exit(commands.train(typed, os.environ, as_json=as_json))
+    except KeyboardInterrupt:  # where ranks run, StopRequest has it
+        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+            print("fullshard: stopped before the first step; nothing to save.", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 def _source(context: typer.Context, name: str) -> str:

@@ -7,8 +7,13 @@ whose other ranks failed to start.
 """
 
 import dataclasses
+import hashlib
+import math
+import shlex
 import signal
+import site
 import sys
+import sysconfig
 import time
 import traceback
 from pathlib import Path
@@ -16,12 +21,15 @@ from typing import Any, TextIO, cast
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.text import Text
 
 import fullshard
 from fullshard.errors import CheckpointError, FullshardError, PeerLostError
 from fullshard.json_files import json_text
 from fullshard.local_ranks import die_with_launcher
 from fullshard.models.blueprints import ConfiguredBlueprint
+from fullshard.peers.store import store_in_time
 from fullshard.peers.waits import announce, lost_ranks, naming_lost_ranks
 from fullshard.peers.watchdog import watchdog
 from fullshard.tools.config import OptionError
@@ -29,12 +37,19 @@ from fullshard.tools.exits import Exit
 from fullshard.tools.job import Job
 from fullshard.tools.launch import Place, StopRequest, leave
 from fullshard.tools.loggers import RunInfo
-from fullshard.tools.progress import Lasting, Reporter, Reporting, printable
+from fullshard.tools.progress import Lasting, Reporter, Reporting, clock, printable
 from fullshard.tools.report import write_report
 from fullshard.tools.run_facts import gather_facts
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.train import Trainer, peak_memory_nbytes
+from fullshard.tools.train import Trainer, TrainingError, peak_memory_nbytes
 from fullshard.tools.weights import load_initial_weights
+
+_SAMPLE_LINES = 3
+
+
+def import_all() -> None:
+    """Import what ranks need, once for those that are forked. torch imports its compiler with the first optimizer."""
+    torch.optim.SGD([torch.zeros(1, device="cpu")])
 
 
 def run_worker(job: Job, place: Place, *, threads: int, as_json: bool) -> Exit:
@@ -64,6 +79,18 @@ def run_worker(job: Job, place: Place, *, threads: int, as_json: bool) -> Exit:
     return Exit.OK if summary["status"] == "finished" else Exit.STOPPED
 
 
+def _acknowledge(request: StopRequest, report: Reporter) -> None:
+    """Say at once what comes of a request to stop; leave without saving if it is asked for by another Ctrl-C."""
+    if request.again:
+        report.note("stopping without saving")
+        report.end()
+        leave(Exit.FAILED)
+    if request.asked == signal.SIGINT:
+        report.note(f"{request.leads_to}; press Ctrl-C again to quit without saving")
+    else:
+        report.note(f"{signal.Signals(request.asked).name}: {request.leads_to}")
+
+
 def _join(job: Job, place: Place) -> None:
     if job.config.device == "cpu":
         dist.init_process_group("gloo")
@@ -73,18 +100,11 @@ def _join(job: Job, place: Place) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
 
 
-def _what_is_saved(folder: RunFolder) -> str:
-    checkpoint = fullshard.latest_checkpoint(folder.checkpoints)
-    if checkpoint is None:
-        return "There was no complete checkpoint yet; start the run again with another --out."
-    return (
-        f"The last complete checkpoint is of step {checkpoint.step} ({checkpoint.path}); continue "
-        f"with: {folder.to_resume}"
-    )
-
-
 def _complain(place: Place, folder: RunFolder, error: Exception) -> Exit:
-    """Say why this rank ends, and return its exit code. Of another's death, one or two ranks of a host tell."""
+    """Say why this rank ends, and return its exit code. Of another's death, one or two ranks of a host tell.
+
+    What several ranks would say in the same words, as they do of what they have in common, one of them says.
+    """
     if _is_loss(error):
         others = {*range(dist.get_world_size())} - {place.rank}
         if any(each.error for each in watchdog().board.last_words(others).values()):
@@ -92,15 +112,52 @@ def _complain(place: Place, folder: RunFolder, error: Exception) -> Exit:
         # The first rank of a host speaks, or the second where the first is the one that is gone.
         follows = place.local_rank == 1 and f"rank {place.rank - 1} " in str(error)
         if place.local_rank == 0 or follows:
-            said = f"{error} {_what_is_saved(folder)}"
+            saved = folder.what_is_saved()
+            said = str(error) if saved in str(error) else f"{error} {saved}"
             print(f"fullshard: rank {place.rank}: {said}", file=sys.stderr)
         return Exit.RANK_LOST
-    if isinstance(error, FullshardError):
-        print(f"fullshard: rank {place.rank}: {error}", file=sys.stderr)
-    else:
-        print(f"fullshard: rank {place.rank} failed:", file=sys.stderr)
-        traceback.print_exception(error)
+    said = str(error)
+    if isinstance(error, OSError):
+        said += f"\n{folder.what_is_saved()}"
+    elif not isinstance(error, FullshardError):
+        said = f"failed:\n{_traceback_of(error)}"
+    is_common = isinstance(error, OptionError | CheckpointError | TrainingError)
+    if _is_first_to_say(said, unless_asked=place.rank == 0 or not is_common):
+        where = "" if is_common else f"rank {place.rank}: "
+        print(f"fullshard: {where}{said}", file=sys.stderr)
     return Exit.USAGE if isinstance(error, OptionError) else Exit.FAILED
+
+
+def _is_first_to_say(text: str, *, unless_asked: bool) -> bool:
+    """Whether no other rank of the job has asked this about the same text.
+
+    unless_asked: the answer where nobody can be asked: the store has gone with the rank that held it.
+    """
+    try:
+        digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
+        number: int = store_in_time().add(f"fullshard/said/{digest}", 1)
+    except Exception:
+        return unless_asked
+    return number == 1
+
+
+def _traceback_of(error: Exception) -> str:
+    """Return a traceback in which calls inside of other packages are folded, but for the one that raised."""
+    others = (sysconfig.get_path("stdlib"), *site.getsitepackages())
+    ours = str(Path(__file__).parents[1])
+    told = traceback.TracebackException.from_exception(error)
+    each: traceback.TracebackException | None = told
+    while each is not None:
+        frames = [
+            frame
+            for frame in each.stack
+            if frame is each.stack[-1]
+            or not frame.filename.startswith(("<frozen", *others))
+            or frame.filename.startswith(ours)
+        ]
+        each.stack = traceback.StackSummary.from_list(frames)
+        each = each.__cause__ or each.__context__
+    return "".join(told.format()).rstrip()
 
 
 def _is_loss(error: Exception) -> bool:
@@ -112,25 +169,59 @@ def _is_loss(error: Exception) -> bool:
 
 def _show(summary: dict[str, Any], report: Reporter, *, as_json: bool) -> None:
     """Print the results: prose for people, or one JSON object."""
+    report.end()
     if as_json:
         print(json_text(summary), flush=True)
         return
-    out = summary["out"]
-    report_at = f"; trace report: {summary['report']}" if summary["report"] else ""
-    if summary["status"] == "stopped":
-        report.note(
-            f"stopped after step {summary['step']} of {summary['steps']}, checkpoint saved. "
-            f"Continue with: {RunFolder(Path(out)).to_resume}{report_at}"
-        )
+    if summary["status"] == "finished":
+        if summary["sample"]:
+            print(f"\n{_shortened(summary['sample'])}", flush=True)
+        _show_end(summary, Console(emoji=False, highlight=False))
         return
-    if summary["sample"]:
-        print(f"\n--- sample ---\n{printable(summary['sample'])}\n--------------\n", flush=True)
-    print(
-        f"loss {summary['loss']:.3f} nats per {summary['unit']}, unigram entropy "
-        f"{summary['unigram_entropy']:.3f}; {summary['tokens_per_second']:,.0f} tokens/s, "
-        f"{summary['seconds']:.0f} s; everything is in {out}{report_at}",
-        flush=True,
+    folder = RunFolder(Path(summary["out"]))
+    done, steps = summary["step"], summary["steps"]
+    report.note(
+        f"stopped after step {done} of {steps}, checkpoint saved. Continue with: {folder.to_resume}"
     )
+    report.end()
+    _show_end(summary, Console(file=sys.stderr, emoji=False, highlight=False))
+
+
+def _shortened(sample: str) -> str:
+    """Return a few lines of a sample, as they may be printed, under a line that says what they are."""
+    lines = [line.rstrip() for line in printable(sample).splitlines() if line.strip()]
+    shown = [line if len(line) <= 100 else f"{line[:100]}..." for line in lines[:_SAMPLE_LINES]]
+    return "\n".join(["--- sample ---", *shown, "--------------"])
+
+
+def _show_end(summary: dict[str, Any], console: Console) -> None:
+    """Print what came out, in a few aligned lines; paths are links where the terminal knows such."""
+    folder, unit = RunFolder(Path(summary["out"])), summary["unit"]
+    perplexity = math.exp(min(summary["loss"], 99.0))
+    rows: dict[str, str | Text] = {
+        "loss": f"{summary['loss']:.3f} nats per {unit}, perplexity {perplexity:,.1f} "
+        f"(unigram entropy {summary['unigram_entropy']:.3f})"
+    }
+    if summary["val_loss"] is not None:
+        rows["validation"] = f"{summary['val_loss']:.3f} on text held out"
+    rows["speed"] = (
+        f"{summary['tokens_per_second']:,.0f} {unit}s/s for {clock(summary['seconds'])}, "
+        f"{summary['peak_memory_per_rank'] / 2**30:.2f} GiB a rank"
+    )
+    rows["results"] = results = _link(folder.path)
+    if summary["report"]:
+        results.append(", report: ").append(_link(folder.report_file))
+    if summary["status"] == "finished":
+        exported = shlex.quote(str(Path("exports", folder.path.name)))
+        rows["go on"] = f"{folder.to_resume} --steps {2 * summary['steps']}"
+        rows["export"] = f"fullshard export {shlex.quote(str(folder.path))} --hf {exported}"
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        console.print(Text(f"{name:<{width}}  ").append(value), soft_wrap=True)
+
+
+def _link(path: Path) -> Text:
+    return Text(printable(str(path)), style=f"link {path.absolute().as_uri()}")
 
 
 def _train(job: Job, report: Reporter) -> dict[str, Any]:
@@ -138,7 +229,7 @@ def _train(job: Job, report: Reporter) -> dict[str, Any]:
 
     Returns the summary, whose `status` is `finished` or `stopped`.
     """
-    stop = StopRequest()
+    stop = StopRequest(lambda request: _acknowledge(request, report))
     # Rank 0's folder: its default name holds the time, which differs between ranks.
     paths = [str(job.folder.path)]
     dist.broadcast_object_list(paths, src=0)
