@@ -44,6 +44,16 @@ Exit codes: 0 equal in every bit, 1 differs or failed, 2 unusable options or mis
 """
 
 
+def run(_words: Annotated[list[str] | None, typer.Argument(metavar="...")] = None) -> None:
+    """Run an unmodified script on fullshard, with local ranks if asked; --trace DIR records some steps.
+
+    `python -m fullshard` starts it before it comes here, so that a script's traceback has none of this.
+    """
+    from fullshard.tools.run_cli import main
+
+    main("fullshard run", sys.argv[2:])
+
+
 @takes(VerifyOptions)
 def verify(
     model: Annotated[
