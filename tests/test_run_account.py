@@ -18,7 +18,8 @@ from fullshard.drop_in.account import summary
 from fullshard.drop_in.on_cpu import is_sharding_on_cpus, shard_on_cpus
 from fullshard.errors import StateError
 from fullshard.plan.trace import Kind, read_traces
-from fullshard.tools.run_cli import split_program
+from fullshard.tools.run_cli import _WITH_VALUE
+from fullshard.tools.typed_program import split_program
 from tests.fresh import (
     FORKED_RANKS,
     Ended,
@@ -403,6 +404,11 @@ def test_accelerate_s_plugin_builds_on_cpus_what_one_rank_sends() -> None:
     ("line", "words", "arguments"),
     [
         ("--cpu a.py --cpu -m x", "--cpu a.py", "--cpu -m x"),
+        (
+            "--ranks 2 --trace d --trace-steps 2-3 a.py",
+            "--ranks 2 --trace d --trace-steps 2-3 a.py",
+            "",
+        ),
         ("a.py -- --cpu", "a.py", "-- --cpu"),
         ("--comm auto --engine torch a.py -h", "--comm auto --engine torch a.py", "-h"),
         ("--comm=auto a.py", "--comm=auto a.py", ""),
@@ -413,7 +419,7 @@ def test_accelerate_s_plugin_builds_on_cpus_what_one_rank_sends() -> None:
     ],
 )
 def test_what_follows_the_program_is_the_program_s(line: str, words: str, arguments: str) -> None:
-    assert split_program(line.split()) == (words.split(), arguments.split())
+    assert split_program(line.split(), _WITH_VALUE) == (words.split(), arguments.split())
 
 
 def test_a_script_has_its_own_path_and_arguments(tmp_path: Path) -> None:

@@ -6,17 +6,17 @@ Its options are declared here alone, by argparse, as the library itself has to r
 import argparse
 import builtins
 import importlib.machinery
-import importlib.util
 import os
 import runpy
 import sys
 import types
 import zipfile
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from fullshard.local_ranks import LAUNCHER_PID, die_with_launcher, threads_for
 from fullshard.policies import CommChoice
+from fullshard.tools.typed_program import has_module, split_program
 
 _TRACED = (3, 5)
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -45,7 +45,7 @@ def main(prog: str = "python -m fullshard.run", typed: Sequence[str] | None = No
     """
     parser = _parser(prog)
     typed = sys.argv[1:] if typed is None else typed
-    words, arguments = split_program(typed)
+    words, arguments = split_program(typed, _WITH_VALUE)
     options = parser.parse_args(words)
     if options.module is None and options.script is None:
         parser.error("name a script, or a module with -m.")
@@ -227,34 +227,6 @@ def _run_script(script: str) -> None:
     sys.modules["__main__"] = main_module  # where pickle and multiprocessing look
     code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
     exec(code, vars(main_module))
-
-
-def split_program(
-    words: Sequence[str], with_value: Collection[str] = _WITH_VALUE
-) -> tuple[list[str], list[str]]:
-    """Divide a command line after the script, or after -m and its module, as Python does.
-
-    All that follows is the program's, even what looks like an option of this one. with_value: options that take
-    the word after them.
-    """
-    number = 0
-    while number < len(words) and words[number].startswith("-"):
-        if words[number].startswith("-m"):
-            number += 1 if words[number] == "-m" else 0
-            break
-        number += 2 if words[number] in with_value else 1
-    return list(words[: number + 1]), list(words[number + 1 :])
-
-
-def has_module(name: str) -> bool:
-    """Return whether ``python -m`` would find a module, the current folder included."""
-    sys.path.insert(0, "")
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # of a package above it, or of a name like .a
-        return False
-    finally:
-        del sys.path[0]
 
 
 def _end_group(owner: int) -> None:
