@@ -54,12 +54,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fsdp1": NEAR_TORCH | {"faces", "comm", "engine", "host", "fsdp2", "optim", "plan", "state"},
     "migrate": NEAR_TORCH | {"comm", "engine", "fsdp1", "plan", "state"},
     "drop_in": BASE | {"faces", "comm", "engine", "fsdp1", "fsdp2", "optim", "state", "watch"},
-    "run": BASE | {"__init__", "drop_in"},
+    "run": {"tools"},
     "models": {"deferred", "errors", "json_files", "versions"},
     "tools": BASE
     | {
         "__init__",
         "compare",
+        "drop_in",
         "host",
         "launching",
         "local_ranks",
@@ -208,12 +209,15 @@ def test_cuda_is_used_in_the_runtime_alone(module: Path) -> None:
 
 # PyTorch's FSDP1 is told by the environment to evaluate in full precision. Checks are switched on for
 # programs that nobody wants to change, and so is Accelerate. Ranks inherit what their launcher has.
-_OF_ENVIRONMENT = ("fsdp1/module.py", "compare/switches.py", "drop_in/on_cpu.py", "run.py")
+_OF_ENVIRONMENT = ("fsdp1/module.py", "compare/switches.py", "drop_in/on_cpu.py")
 # Gloo is told by it which interface to take, and ports of ours listen there.
 _OF_ENVIRONMENT += ("launching/processes.py", "launching/rank.py", "peers/connections.py")
 
 
-@every_module(but=("tools/cli.py", "tools/train_cli.py", "tools/checking_cli.py", *_OF_ENVIRONMENT))
+_OF_COMMANDS = ("cli", "train_cli", "checking_cli", "run_cli")
+
+
+@every_module(but=(*(f"tools/{name}.py" for name in _OF_COMMANDS), *_OF_ENVIRONMENT))
 def test_environment_is_read_by_the_command_line_alone(module: Path) -> None:
     nodes = _nodes(module)
     # `os.environ[name] = value` hands something to child processes and reads nothing.
@@ -326,7 +330,7 @@ _MOST_LINES = {
     "compare": 1310,
     "convert": 2110,
     "deferred": 570,
-    "drop_in": 590,
+    "drop_in": 700,
     "engine": 11625,
     "faces": 1340,
     "fsdp1": 2360,
@@ -339,8 +343,8 @@ _MOST_LINES = {
     "peers": 3005,
     "plan": 1540,
     "state": 3270,
-    "tools": 13600,
-    "top": 2150,
+    "tools": 14600,
+    "top": 2010,
     "watch": 1440,
 }
 

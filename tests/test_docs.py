@@ -196,6 +196,8 @@ def test_every_command_is_one(page: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
             words = shlex.split(command, comments=True)
             if "fullshard.run" in words:
                 assert _is_understood_by_run(words[words.index("fullshard.run") + 1 :], monkeypatch)
+            elif words[:2] == ["fullshard", "run"]:
+                assert _is_understood_by_run(words[2:], monkeypatch)
             elif "fullshard" in words:
                 name, *rest = words[words.index("fullshard") + 1 :]
                 assert commands[name].make_context(name, rest), command

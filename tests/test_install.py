@@ -386,7 +386,7 @@ def test_wrong_arguments_end_with_code_2_and_a_reason(
 def test_help_shows_how_to_call_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert _end("--help") == 0
     text = capsys.readouterr().out
-    assert "python -m fullshard.run train.py" in text
+    assert "fullshard run --ranks 2 --trace" in text
     assert "-m fullshard.run -m my_package.train" in text
     assert "--comm" in text
 

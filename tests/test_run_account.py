@@ -17,8 +17,17 @@ import fullshard
 from fullshard.drop_in.account import summary
 from fullshard.drop_in.on_cpu import is_sharding_on_cpus, shard_on_cpus
 from fullshard.errors import StateError
-from fullshard.run import _split
-from tests.fresh import Ended, in_fresh_ranks, in_warm_forks, on_forked_ranks
+from fullshard.plan.trace import Kind, read_traces
+from fullshard.tools.run_cli import _WITH_VALUE
+from fullshard.tools.typed_program import split_program
+from tests.fresh import (
+    FORKED_RANKS,
+    Ended,
+    fullshard_in_fork,
+    in_fresh_ranks,
+    in_warm_forks,
+    on_forked_ranks,
+)
 from tests.harness import on_ranks
 from tests.tools.processes import environment
 
@@ -91,6 +100,84 @@ def test_a_line_says_over_what() -> None:
     assert "replicated on 4 ranks" in summary("A", fullshard.describe(copied))
 
 
+TRACED = f"""
+    {FEW_LINES}
+    fully_shard(model[0])
+    fully_shard(model)
+    wrapped = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
+    adam, sgd = torch.optim.AdamW(model.parameters()), torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    for step in range(STEPS):
+        for sync in (False, True):
+            model.set_requires_gradient_sync(sync)
+            model(torch.ones(2, 64)).sum().backward()
+        adam.step()
+        (wrapped(torch.ones(2, 8)) + wrapped(torch.ones(2, 8))).sum().backward()
+        sgd.step()
+    {END}
+"""
+
+
+def test_steps_of_every_model_are_traced(tmp_path: Path) -> None:
+    script = TRACED.replace("STEPS", "7")
+    lines = _said(_run(tmp_path, script, "--trace", "a trace", "--trace-steps", "2-4"))[2:]
+    assert [line.rpartition("fullshard ")[2] for line in lines] == [
+        "report 'a trace'",
+        "report 'a trace/model1'",
+    ]
+    first, second = (read_traces(tmp_path / "a trace" / name)[0] for name in ("", "model1"))
+    assert [step.number for step in first.steps] == [2, 3, 4]
+    assert [step.number for step in second.steps] == [5, 6, 7]  # of the other optimizer, afterwards
+    assert {unit.name for unit in first.units} == {"", "0"}
+    gathered = [each for each in first.transfers if each.kind is Kind.ALL_GATHER]
+    assert len(gathered) >= 3 * 2 * 2  # steps, micro-batches, units
+    assert any(segment.kind is Kind.OPTIMIZER for segment in second.timeline)
+
+
+def test_what_is_not_traced_is_said(tmp_path: Path) -> None:
+    (line,) = _said(_run(tmp_path, TRACED.replace("STEPS", "2"), "--trace", "traced"))[2:]
+    assert "steps 3 to 5" in line
+    assert "stepped 2 times" in line
+    script = f"{FEW_LINES}\n    fully_shard(model)(torch.ones(2, 64)).sum().backward()"
+    (line,) = _said(_run(tmp_path, script, "--trace", "traced"))[1:]
+    assert "no torch.optim.Optimizer" in line
+    (_, line) = _said(_run(tmp_path, f"{FEW_LINES}\n    {END}", "--trace", "traced"))
+    assert "no sharded model" in line
+    assert not list(tmp_path.rglob("rank*.json"))
+
+
+def test_a_launcher_that_was_forgotten_is_told_of_below_the_error(tmp_path: Path) -> None:
+    for first in (FEW_LINES, "import os\nos.environ['LOCAL_RANK']"):
+        program = textwrap.dedent("""
+            import os, runpy, sys
+            [os.environ.pop(name, None) for name in ("RANK", "LOCAL_RANK")]
+            sys.argv = ["run", "script.py"]
+            runpy.run_module("fullshard.run", run_name="__main__")
+        """)
+        (tmp_path / "script.py").write_text(textwrap.dedent(first))
+        (ended,) = in_warm_forks(program, folder=tmp_path)
+        assert ended.code == 1
+        traceback, _, hint = ended.err.partition("[fullshard]")
+        assert "LOCAL_RANK" in traceback or "RANK expected" in traceback
+        assert "fullshard run --ranks 2 script.py" in hint
+
+
+def test_the_command_starts_ranks_itself(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])\n"
+        "assert 'FULLSHARD_LAUNCHER_PID' not in os.environ\nsys.exit('--fail' in sys.argv)"
+    )
+    words = ("run", "--ranks", "2", "script.py", "--ranks", "3", "-x")
+    ended = fullshard_in_fork(*words, folder=tmp_path, before=FORKED_RANKS)
+    assert ended.code == 0, ended.err
+    said = ["0 2 ['--ranks', '3', '-x']", "1 2 ['--ranks', '3', '-x']"]
+    assert sorted(ended.out.splitlines()) == said
+    assert "nothing was sharded" in ended.err
+    assert fullshard_in_fork(*words, "--fail", folder=tmp_path, before=FORKED_RANKS).code == 1
+    ended = fullshard_in_fork(*words, folder=tmp_path, variables={"RANK": "0"})
+    assert ended.code == 2
+    assert "Leave --ranks out" in ended.err
+
+
 def test_what_trained_without_sharding_is_told_with_the_reason(tmp_path: Path) -> None:
     ddp = f"""
     {FEW_LINES}
@@ -107,7 +194,7 @@ def test_what_trained_without_sharding_is_told_with_the_reason(tmp_path: Path) -
     )  # which leaves no group, but two ranks
     assert "neither fully_shard nor FullyShardedDataParallel" in line
     (line,) = _said(_run(tmp_path, "import sys\nsys.exit()", ranks=1))
-    assert "start ranks: torchrun" in line
+    assert "start ranks: fullshard run --ranks 2" in line
     script = f"import fullshard\nfullshard.uninstall()\n{textwrap.dedent(FEW_LINES)}"
     (line,) = _said(_run(tmp_path, script, ranks=1))
     assert "called fullshard.uninstall()" in line
@@ -233,7 +320,7 @@ def test_accelerate_shards_on_cpus_if_asked_and_is_told_of_otherwise(
     assert "python -m fullshard.run --cpu SCRIPT" in line
     (line,) = _said(_run(tmp_path, script, "--cpu", ranks=1))
     assert "one process" in line
-    assert "Start ranks: torchrun" in line
+    assert "Start ranks: fullshard run --ranks 2" in line
 
 
 def test_lightning_s_fsdp_strategy_passes_on_cpus_if_asked(tmp_path: Path) -> None:
@@ -317,6 +404,11 @@ def test_accelerate_s_plugin_builds_on_cpus_what_one_rank_sends() -> None:
     ("line", "words", "arguments"),
     [
         ("--cpu a.py --cpu -m x", "--cpu a.py", "--cpu -m x"),
+        (
+            "--ranks 2 --trace d --trace-steps 2-3 a.py",
+            "--ranks 2 --trace d --trace-steps 2-3 a.py",
+            "",
+        ),
         ("a.py -- --cpu", "a.py", "-- --cpu"),
         ("--comm auto --engine torch a.py -h", "--comm auto --engine torch a.py", "-h"),
         ("--comm=auto a.py", "--comm=auto a.py", ""),
@@ -327,7 +419,7 @@ def test_accelerate_s_plugin_builds_on_cpus_what_one_rank_sends() -> None:
     ],
 )
 def test_what_follows_the_program_is_the_program_s(line: str, words: str, arguments: str) -> None:
-    assert _split(line.split()) == (words.split(), arguments.split())
+    assert split_program(line.split(), _WITH_VALUE) == (words.split(), arguments.split())
 
 
 def test_a_script_has_its_own_path_and_arguments(tmp_path: Path) -> None:

@@ -11,6 +11,11 @@ _EXTRA = ("jinja2", "numpy", "psutil", "rich", "typer")
 
 def main() -> None:
     """Run the command line, or say what has to be installed for it and exit with 2."""
+    if sys.argv[1:2] == ["run"]:  # needs no extra; and a script's traceback is its own from here
+        from fullshard.tools.run_cli import main as run_script  # noqa: PLC0415 -- as below
+
+        run_script("fullshard run", sys.argv[2:])
+        return
     missing = [name for name in _EXTRA if find_spec(name) is None]
     if missing and sys.argv[1:] == ["--version"]:
         print(installed())

@@ -47,6 +47,7 @@ def _without_torch(*typed: str) -> tuple[int, str, set[str]]:
         "doctor --help",
         "launch --help",
         "migrate-report --help",
+        "compare --help",
         "train --no-such-option",
     ],
 )

@@ -1,4 +1,4 @@
-"""What `python -m fullshard.run` says of a script: what was sharded, and why nothing was.
+"""What `fullshard run` says of a script: what was sharded, and why nothing was.
 
 A script may be written for FSDP and still train otherwise, as its library passes FSDP by, or as it was
 started without ranks. Nothing in its output would tell.
@@ -15,6 +15,7 @@ from torch import nn
 
 from fullshard.drop_in import install
 from fullshard.drop_in.on_cpu import accelerate_wants_fsdp, begun, is_sharding_on_cpus
+from fullshard.drop_in.traces import Traces, Wanted
 from fullshard.engine.module_state import is_anything_sharded
 from fullshard.engine.observer import PassWatcher, watchers
 from fullshard.fsdp1.module import FullyShardedDataParallel
@@ -23,17 +24,18 @@ from fullshard.process_hooks import HAS_FORKED, MODULES, Replacements, before_ex
 from fullshard.watch.describe import Description, UnitDescription, describe, format_nbytes
 
 _NOTHING = "nothing was sharded."
-_START = "Start ranks: torchrun --nproc-per-node 2 -m fullshard.run SCRIPT."
+_START = "Start ranks: fullshard run --ranks 2 SCRIPT, or torchrun --nproc-per-node 2 -m fullshard.run SCRIPT."
 
 
 class Account(PassWatcher):
     """Watches a program from its start, and says on rank 0 what it has sharded, once a model.
 
     rank, num_ranks: as far as the launcher has said; 0 if it has not.
+    traces: tells at the end of what it has recorded.
     """
 
-    def __init__(self, rank: int = 0, num_ranks: int = 0) -> None:
-        self._rank, self._num_ranks = rank, num_ranks
+    def __init__(self, rank: int = 0, num_ranks: int = 0, traces: Traces | None = None) -> None:
+        self._rank, self._num_ranks, self._traces = rank, num_ranks, traces
         self._told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._running: weakref.ref[nn.Module] | None = None
         self._has_told = False
@@ -70,13 +72,17 @@ class Account(PassWatcher):
             self._rank = dist.get_rank()
         if self._rank == 0 and not self._has_told and (said := self._untold(has_failed)):
             _say(said)
+        if self._rank == 0 and self._traces is not None:
+            for said in self._traces.said():
+                _say(said)
 
     def _look_for_ddp(self, module: nn.Module, name: str, submodule: Any) -> None:
         self._has_ddp |= isinstance(module, nn.parallel.DistributedDataParallel)
 
-    def _note_child(self) -> tuple[()]:
+    def _note_child(self) -> tuple[Any, ...]:
+        """Return what an account in a child is to record."""
         self._has_children = True
-        return ()
+        return (self._traces.wanted if self._traces is not None else None,)
 
     def _untold(self, has_failed: bool) -> str:
         """Say why no model was told of; empty if one may have been, or may have come to be."""
@@ -120,9 +126,9 @@ class Account(PassWatcher):
         return accelerate_wants_fsdp() and kind.endswith((".MULTI_CPU", ".NO"))
 
 
-def _begin_in_child() -> None:
+def _begin_in_child(wanted: Wanted | None) -> None:
     """Keep an account in a process that `multiprocessing` has spawned, which ends by no exit function."""
-    account = Account()
+    account = Account(traces=None if wanted is None else Traces(wanted))
     end = functools.partial(account.end, has_failed=True)
     before_exit(end, why="fullshard.run says what was sharded")
 

@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from fullshard.tools.cli_options import flag, takes
+from fullshard.json_files import json_text
+from fullshard.tools.cli_options import flag, refuse, takes
 from fullshard.tools.config import OptionError
+from fullshard.tools.exits import Exit
+from fullshard.tools.typed_program import has_module, split_program
 from fullshard.tools.verify.options import VerifyOptions
 
 VERIFY_EXAMPLES = """
@@ -27,6 +31,20 @@ Of a model, the one process computes the loss of each rank's part in turn and di
 Exit codes: 0 equal within the tolerance, 1 differs or failed, 2 unusable options or missing packages, 3 a rank died.
 """
 
+COMPARE_EXAMPLES = """
+Examples; what follows the script, or -m MODULE, is the script's own:
+
+    fullshard compare train.py --lr 1e-3
+
+    fullshard compare --ranks 4 --rounds 5 --md train.py
+
+    fullshard compare --out compare.json -m my_package.train
+
+The script is run as it is: on each engine once with losses and gradients recorded, then in turn with nothing recorded, for the time and memory of a step. Each run ends after some steps of its optimizer. {side} in its arguments becomes "torch", "fullshard", "torch-1", ..., for what it writes.
+
+Exit codes: 0 the same, or different by rounding alone, 1 a run failed, 2 unusable options, 5 different.
+"""
+
 REPLAY_EXAMPLES = """
 Examples, with a function that returns the sharded model in my_package/train.py, after a step was recorded by `fullshard.debug(replay="replays/a")`:
 
@@ -36,6 +54,14 @@ Examples, with a function that returns the sharded model in my_package/train.py,
 
 Exit codes: 0 equal in every bit, 1 differs or failed, 2 unusable options or missing packages.
 """
+
+
+def run(_words: Annotated[list[str] | None, typer.Argument(metavar="...")] = None) -> None:
+    """Run an unmodified script on fullshard, with local ranks if asked; --trace DIR records some steps."""
+    # `__main__` has run it before it comes here, so that a script's traceback has none of typer.
+    from fullshard.tools.run_cli import main
+
+    main("fullshard run", sys.argv[2:])
 
 
 @takes(VerifyOptions)
@@ -63,8 +89,8 @@ def verify(
 ) -> None:
     """Train for some steps sharded and not sharded, and say where they differ.
 
-    Losses, outputs of every module, gradients, parameters, buffers, memory and time; the first module
-    that differs; causes that it knows, with what to do.
+    Losses, outputs of every module, gradients, parameters, buffers; the first module that differs; causes
+    that it knows, with what to do. Memory and time are with recording on: compare measures without.
     """
     from fullshard.tools import commands
 
@@ -73,6 +99,101 @@ def verify(
         given, os.environ, sys.argv[2:], keep=keep, is_whole=is_whole, as_json=as_json
     )
     raise typer.Exit(code)
+
+
+class ProgramCommand(TyperCommand):
+    """Takes what follows a script, or -m and its module, as the script's own, as Python does."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with_value = [o for p in self.params if not getattr(p, "is_flag", False) for o in p.opts]
+        words, arguments = split_program(args, with_value)
+        return super().parse_args(ctx, [*words, "--", *arguments] if arguments else words)
+
+
+def compare(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Your training script, and its arguments.", metavar="SCRIPT [ARGUMENTS]"
+        ),
+    ] = None,
+    *,
+    module: Annotated[
+        str | None, typer.Option("-m", help="A module, in place of a script.", metavar="MODULE")
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Local ranks.", min=2)] = 2,
+    steps: Annotated[
+        int, typer.Option(help="Optimizer steps: recorded, and timed after a few more.", min=1)
+    ] = 10,
+    rounds: Annotated[int, typer.Option(help="How often each engine is timed.", min=1)] = 3,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu or cuda, whose memory counts. Default: cuda if there is one."),
+    ] = None,
+    comm: Annotated[
+        str,
+        typer.Option(
+            help="How fullshard's ranks exchange bytes: auto, process_group or collectives."
+        ),
+    ] = "auto",
+    timeout: Annotated[float, typer.Option(help="Seconds for each run.", min=1)] = 300.0,
+    as_json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
+    as_md: Annotated[bool, flag("--md", "Print a table in Markdown, for an issue.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the JSON object to a file as well.", metavar="FILE")
+    ] = None,
+    run_label: Annotated[str, typer.Option("--run", hidden=True)] = "",
+    records: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Run a script on PyTorch's FSDP and on fullshard: same values? how much time and memory?
+
+    Losses and gradients bit by bit, time of a step with its spread, peak memory, and a
+    verdict in one line. Nothing in the script has to be changed.
+    """
+    from fullshard.local_ranks import num_gpus, threads_for
+    from fullshard.tools.job import check_local_ranks
+    from fullshard.tools.launch import place_in
+    from fullshard.tools.verify.engines import CompareOptions
+
+    script, *arguments = [*([module] if module else []), *(words or [])] or [""]
+    try:
+        if not script:
+            raise OptionError("name a script, or a module with -m.")
+        if module and not has_module(module):
+            raise OptionError(f"-m {module}: there is no such module here.")
+        options = CompareOptions(
+            script,
+            ranks=ranks,
+            steps=steps,
+            rounds=rounds,
+            device=device or ("cuda" if num_gpus() else "cpu"),
+            comm=comm,
+            timeout_s=timeout,
+            arguments=tuple(arguments),
+            is_module=bool(module),
+        )
+        check_local_ranks(options.device, ranks)
+        place = place_in(os.environ)
+        if place is not None and records is None:
+            raise OptionError(
+                f"compare starts its ranks itself. Run it without {place.started_by}."
+            )
+    except OptionError as error:
+        raise refuse("compare", error) from None
+    from fullshard.tools.verify import switch
+
+    threads = threads_for(ranks, os.environ)
+    if place is not None and records is not None:
+        raise typer.Exit(switch.rank_of(options, place, records, run_label, threads))
+    try:
+        found = switch.compare_engines(options, sys.argv[2:], threads=threads)
+    except KeyboardInterrupt:
+        print("fullshard compare: stopped", file=sys.stderr)
+        raise typer.Exit(Exit.FAILED) from None
+    if out is not None:
+        out.write_text(json_text(switch.as_dict(found), indent=2), encoding="utf-8")
+    switch.show(found, layout="json" if as_json else "md" if as_md else "table")
+    raise typer.Exit(found.code)
 
 
 def replay(

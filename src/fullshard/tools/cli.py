@@ -6,6 +6,8 @@ fullshard train                     start this machine's ranks and train
 torchrun ... -m fullshard train     be one of the ranks that torchrun started
 srun ... fullshard train            be one of the ranks that Slurm started
 fullshard launch --print slurm ...  print what starts a run under Slurm, Kubernetes, Ray or SkyPilot
+fullshard run train.py              run an unmodified script on fullshard, or trace it
+fullshard compare train.py          run a script under PyTorch's engine and under fullshard, side by side
 fullshard doctor                    examine this machine, and what ranks can do together
 fullshard verify train.py           compare a script's steps, sharded and not sharded
 fullshard verify M:F                compare a sharded model with one process
@@ -28,7 +30,16 @@ import typer
 
 from fullshard.errors import CheckpointError
 from fullshard.json_files import json_text
-from fullshard.tools.checking_cli import REPLAY_EXAMPLES, VERIFY_EXAMPLES, replay, verify
+from fullshard.tools.checking_cli import (
+    COMPARE_EXAMPLES,
+    REPLAY_EXAMPLES,
+    VERIFY_EXAMPLES,
+    ProgramCommand,
+    compare,
+    replay,
+    run,
+    verify,
+)
 from fullshard.tools.checkpoint_cli import app as checkpoint_app
 from fullshard.tools.cli_options import App, at_least, flag, refuse
 from fullshard.tools.config import OptionError
@@ -174,6 +185,8 @@ def doctor(
     raise typer.Exit(report_without_ranks(reason, place, os.environ, as_json=as_json))
 
 
+app.command(add_help_option=False, context_settings={"ignore_unknown_options": True})(run)
+app.command(epilog=COMPARE_EXAMPLES, cls=ProgramCommand)(compare)
 app.command(epilog=VERIFY_EXAMPLES)(verify)
 app.command(epilog=REPLAY_EXAMPLES)(replay)
 app.command(epilog=LAUNCH_EXAMPLES)(launch)

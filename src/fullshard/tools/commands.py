@@ -93,8 +93,10 @@ def verify(
         threads = threads_for(options.ranks, environment)
         if place is not None and keep is not None:
             from fullshard.tools.verify.rank import run_rank  # the engine, as above
+            from fullshard.tools.verify.sides import side_of
 
-            return run_rank(options, place, keep, is_whole=is_whole, threads=threads)
+            side = side_of(options, keep, place.rank, is_whole=is_whole)
+            return run_rank(side, place, threads=threads)
         from fullshard.tools.verify.running import verify as verify_all
 
         return verify_all(options, words, keep, threads=threads, as_json=as_json)

@@ -1,4 +1,6 @@
-"""`fullshard verify`: does the sharded model, or a script, compute what it computes when nothing is sharded?
+"""`fullshard verify`, and `fullshard compare`, which is another pair of sides.
+
+Does the sharded model, or a script, compute what it computes when nothing is sharded?
 
 options            what was typed
 running, rank      the whole of it; one process of one side
@@ -9,6 +11,8 @@ models             which models are trained; puts other functions where a script
 whole, casting, averaging    what is there instead of sharding; its mixed precision; means over ranks, by plain collectives
 record             what each process writes down, however it ends
 comparing, judging, judge_failures, printing    from records to differences, findings, and the report
+engines            the two sides of `fullshard compare`: a script on PyTorch's engine and on fullshard; times and memory
+switch             the whole of that command: runs in turn, values, costs, and a verdict in one sentence
 
 No code of the engine takes part in the whole side, nor in the one process.
 """

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from fullshard.tools.cli_options import option_field
 from fullshard.tools.config import OptionError
@@ -13,7 +13,6 @@ APIS = ("fully_shard", "fsdp1")
 COMMS = ("auto", "process_group", "collectives")  # values of CommChoice
 DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
 """Names that torch has for what can be typed."""
-MAX_RANKS = 4
 _OF_FACTORIES = {
     **{name: f"--{name}" for name in ("batch", "loss", "shard", "api", "dtype", "lr")},
     "evaluates": "--eval",
@@ -45,6 +44,7 @@ class VerifyOptions:
     dtype: of parameters and batches; empty for that of the model.
     rtol, atol: instead of those of `TOLERANCES`.
     evaluates: whether the model trains in evaluation mode, so without dropout.
+    is_module: whether the script is a module's name, for ``-m``.
     divide_factor: what a script divides gradients by on purpose, instead of the number of ranks.
     timeout_s: for the one process, and again for the ranks; for each of a script's runs.
     """
@@ -102,11 +102,14 @@ class VerifyOptions:
         panel="Comparing",
     )
     arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    MAX_RANKS: ClassVar[int] = 4
 
     @property
     def script(self) -> str:
         """The path of the script; empty if a factory is verified."""
-        return self.model if self.model.endswith(".py") or Path(self.model).is_file() else ""
+        is_script = self.is_module or self.model.endswith(".py")
+        return self.model if is_script or Path(self.model).is_file() else ""
 
     def __post_init__(self) -> None:
         if self.script:
@@ -122,7 +125,7 @@ class VerifyOptions:
         _check_choice("--comm", self.comm, COMMS)
         _check_choice("--device", self.device, ("cpu", "cuda"))
         _check_choice("--dtype", self.dtype, ("", *DTYPES))
-        _check_number("--ranks", self.ranks, least=2, most=MAX_RANKS)
+        _check_number("--ranks", self.ranks, least=2, most=self.MAX_RANKS)
         _check_number("--steps", self.steps, least=1)
         _check_number("--lr", self.lr)
         if self.divide_factor is not None and not self.divide_factor > 0:
@@ -132,7 +135,7 @@ class VerifyOptions:
         _check_number("--atol", self.atol or 0)
 
     def _check_script(self) -> None:
-        if not Path(self.script).is_file():
+        if not self.is_module and not Path(self.script).is_file():
             raise OptionError(f"{self.script}: there is no such file.")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         given = [name for name in _OF_FACTORIES if getattr(self, name) != defaults[name]]

@@ -99,7 +99,7 @@ def _difference(difference: Difference) -> str:
 
 
 def _costs(comparison: Comparison) -> Table:
-    table = _table("process", "peak memory", "time of a step")
+    table = _table("with recording on", "peak memory", "time of a step")
     of_all = "rank 0, whole model" if comparison.options.script else "one process (all parts)"
     processes = {of_all: comparison.alone}
     processes |= {f"rank {rank}": run for rank, run in comparison.ranks.items()}
@@ -132,15 +132,20 @@ def _verdict(comparison: Comparison, findings: list[Finding]) -> str:
         f"{counted(options.ranks, 'rank')}, {counted(_num_steps(comparison), 'step')} of {of_what}"
     )
     ran += f", {comparison.seconds:.0f} s"
-    tolerance = f"within rtol {rtol:g} and atol {atol:g} of the largest of its kind"
+    allowed = (
+        f"{rtol:.2g} of its largest value"
+        if rtol < 1e-5
+        else f"{100 * rtol:.2g} % of its largest value"
+    )
+    allowed += f" (rtol {rtol:g}, atol {atol:g})"
     if comparison.died:
         return f"[red]failed[/red]: {numbered(comparison.died)} died. {ran}"
     problems = [each for each in findings if each.severity is Severity.PROBLEM]
     if not problems:
-        return f"[green]equal[/green] {tolerance}. {ran}"
+        return f"[green]equal[/green]: nothing differs by more than {allowed}. {ran}"
     runs = (comparison.alone, *comparison.ranks.values())
     word = "failed" if any(run.failure is not None for run in runs) else "differs"
-    return f"[red]{word}[/red]: {problems[0].id} ({as_it_is(problems[0].where)}). Compared {tolerance}. {ran}"
+    return f"[red]{word}[/red]: {problems[0].id} ({as_it_is(problems[0].where)}). Allowed is {allowed}. {ran}"
 
 
 def _num_steps(comparison: Comparison) -> int:

@@ -32,8 +32,8 @@ from fullshard.tools.progress import Reporter, Reporting
 from fullshard.tools.verify.options import VerifyOptions
 from fullshard.tools.verify.program import load_program, train
 from fullshard.tools.verify.record import Diary, Failure
-from fullshard.tools.verify.sides import Side, side_of
-from fullshard.tools.verify.watching import EnoughError, Watch
+from fullshard.tools.verify.sides import Side
+from fullshard.tools.verify.watching import EnoughError, Watch, Watching
 
 _PACKAGE = Path(fullshard.__file__).parent
 _OF_TORCH = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
@@ -45,14 +45,12 @@ class ScriptExitedError(Exception):
     """A script that ended itself with an exit code other than 0."""
 
 
-def run_rank(
-    options: VerifyOptions, place: Place, folder: Path, *, is_whole: bool, threads: int
-) -> Exit:
-    """Run one rank from start to end; what went wrong is in its record, not in its exit code."""
+def run_rank(side: Side, place: Place, *, threads: int, watch: type[Watching] = Watch) -> Exit:
+    """Run one rank of a side from start to end; what went wrong is in its record, not in its exit code."""
+    options = side.options
     die_with_launcher(place.launcher_pid)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(threads)
-    side = side_of(options, folder, place.rank, is_whole=is_whole)
 
     def end_soon() -> None:
         side.diary.write()
@@ -66,16 +64,21 @@ def run_rank(
     ):
         if not options.script:
             _join(options, place)
-        fullshard.set_default_comm(options.comm)
-        fullshard.install()  # what is imported from torch.distributed.fsdp is fullshard's then
+        side.install()
         of_what = f" of {options.script}" if options.script else ""
         report.note(f"{options.ranks} ranks: {options.steps} steps{of_what}, {side.label}")
-        run_side(side, report, on_over=end_soon)
+        run_side(side, report, on_over=end_soon, watch=watch)
     # Not by way of what is registered to run at exit: loggers that wait for a network, groups for ranks.
     return leave(Exit.OK)
 
 
-def run_side(side: Side, report: Reporter, *, on_over: Callable[[], object] = lambda: None) -> None:
+def run_side(
+    side: Side,
+    report: Reporter,
+    *,
+    on_over: Callable[[], object] = lambda: None,
+    watch: type[Watching] = Watch,
+) -> None:
     """Run what is verified in this process, and record it. Exceptions of the user's code pass.
 
     on_over: see `Watch`.
@@ -83,28 +86,29 @@ def run_side(side: Side, report: Reporter, *, on_over: Callable[[], object] = la
     options = side.options
     side.diary.phase = "importing"
     program = None if options.script else load_program(options)
-    watch = Watch(side, report, on_over)  # from here on memory counts
+    seen = watch(side, report, on_over)  # from here on memory counts
     try:
-        with watch.watching():
+        with seen.watching():
             if program is None:
                 _run_script(side)
             else:
                 report.begin(total=options.steps, done=0)
-                train(program, side, watch)
+                assert isinstance(seen, Watch)
+                train(program, side, seen)
     except EnoughError:
         return
     except BaseException as error:
         paths = {id(module): path for module, path in side.models.paths().items()}
         side.diary.paths = {**paths, **side.diary.paths}
-        if watch.is_over:  # what it does in the end is its own affair
+        if seen.is_over:  # what it does in the end is its own affair
             return
         if not (isinstance(error, SystemExit) and options.script):
             raise
         if error.code:
             exited = ScriptExitedError(f"the script exited: {error.code}")
             raise exited.with_traceback(error.__traceback__) from None
-    if not watch.is_over:
-        watch.check()
+    if not seen.is_over:
+        seen.check()
 
 
 def _run_script(side: Side) -> None:
@@ -115,15 +119,17 @@ def _run_script(side: Side) -> None:
     kept = sys.argv[:], sys.path[:]
     arguments = [each.replace("{side}", side.label) for each in options.arguments]
     sys.argv[:] = [options.script, *arguments]
-    sys.path.insert(0, str(Path(options.script).resolve().parent))
+    sys.path.insert(0, "" if options.is_module else str(Path(options.script).resolve().parent))
     try:
-        # Not compiled: recording breaks graphs apart, which takes minutes and shows nothing of sharding.
         with (
             side.names(),
-            torch.compiler.set_stance("force_eager"),
+            torch.compiler.set_stance("default" if side.is_compiled else "force_eager"),
             running_as_spawned(side.rank, options.ranks),
         ):
-            runpy.run_path(options.script, run_name="__main__")
+            if options.is_module:
+                runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(options.script, run_name="__main__")
     finally:
         sys.argv[:], sys.path[:] = kept
 
@@ -167,8 +173,8 @@ def running_as_spawned(rank: int, num_ranks: int) -> Iterator[None]:
     ) -> Any:
         if nprocs != num_ranks:
             raise OtherRanksError(
-                f"the script spawns {nprocs} processes, and is verified on {num_ranks} ranks: let it spawn as many, "
-                f"or run fullshard verify --ranks {nprocs}, of 2 to 4"
+                f"the script spawns {nprocs} processes, and runs on {num_ranks} ranks: let it spawn as many, "
+                f"or give --ranks {nprocs}"
             )
         # With it, a script's init_process_group would look for the launcher's store at its own address.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"

@@ -116,6 +116,7 @@ class Run:
     buffers: fingerprints of buffers before the first step.
     ties: names that share a parameter.
     seconds: of each step, without the recording between steps.
+    bits: of each step, fingerprints of gradients, as they are compared between engines.
     seeds: whether a script seeds torch's generator before it builds its models.
     peak_nbytes: above what the process held before it made the model; None where nothing says so.
     """
@@ -127,6 +128,7 @@ class Run:
     units: list[Unit] = dataclasses.field(default_factory=list)
     parts: list[Part] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
+    bits: list[dict[str, str]] = dataclasses.field(default_factory=list)
     peak_nbytes: int | None = None
     seeds: bool = False
     warnings: list[str] = dataclasses.field(default_factory=list)
@@ -141,6 +143,10 @@ def merged(runs: Sequence[Run]) -> Run:
     return dataclasses.replace(
         runs[0],
         parts=[part for run in runs for part in run.parts],
+        bits=[
+            {name: bits for of_rank in step for name, bits in of_rank.items()}
+            for step in zip(*(run.bits for run in runs), strict=False)
+        ],
         warnings=list(dict.fromkeys(text for run in runs for text in run.warnings)),
         failure=min(failures, key=lambda failure: failure.may_follow, default=None),
     )

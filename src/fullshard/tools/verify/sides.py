@@ -53,6 +53,10 @@ class Side:
     """
 
     label = ""
+    gradient_kinds: Sequence[str] = ("gradient", "final-gradient")
+    is_compiled = (
+        False  # recording breaks graphs apart, which takes minutes and shows nothing of sharding
+    )
 
     def __init__(self, options: VerifyOptions, rank: int, folder: Path, own_folder: Path) -> None:
         self.options, self.rank, self._folder = options, rank, folder
@@ -65,6 +69,11 @@ class Side:
     @property
     def parts(self) -> Sequence[int]:
         return (self.rank,)
+
+    def install(self) -> None:
+        """Have what is imported from torch.distributed.fsdp be fullshard's."""
+        fullshard.set_default_comm(self.options.comm)
+        fullshard.install()
 
     def names(self) -> contextlib.AbstractContextManager[None]:
         """Let the script find what this side has in the place of sharding, inside a block."""
@@ -345,7 +354,11 @@ def whole_parameters(root: Root) -> Tensors:
 
 
 @torch.no_grad()
-def whole_gradients(root: Root, others: Iterable[nn.Parameter]) -> Tensors:
+def whole_gradients(
+    root: Root,
+    others: Iterable[nn.Parameter] = (),
+    gather: Callable[[Root], Tensors] = whole_parameters,
+) -> Tensors:
     """Return whole gradients by name; on rank 0 alone. Collective.
 
     others: sharded parameters that an optimizer has, while the model shows their unsharded forms.
@@ -365,7 +378,7 @@ def whole_gradients(root: Root, others: Iterable[nn.Parameter]) -> Tensors:
             parameter.zero_()
         else:
             parameter.copy_(grad)
-    gradients = whole_parameters(root)
+    gradients = gather(root)
     for parameter, value in zip(parameters, kept, strict=True):
         parameter.copy_(value)
     return gradients

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -29,6 +29,20 @@ class EnoughError(BaseException):
 
 class NothingToCompareError(Exception):
     """A script that does not shard, or takes no optimizer step."""
+
+
+class Watching(Protocol):
+    """What sees a program run, until it has seen enough: `EnoughError` ends it then."""
+
+    is_over: bool
+
+    def __init__(self, side: Side, report: Reporter, on_over: Callable[[], object]) -> None: ...
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """See what runs inside the block."""
+
+    def check(self) -> None:
+        """Raise NothingToCompareError if the program has ended without anything to compare."""
 
 
 class Watch:
@@ -222,6 +236,8 @@ class Watch:
 
     def _note_gradients(self, kind: str) -> None:
         """Note gradients; those of an earlier backward of this step are in them."""
+        if kind not in self._side.gradient_kinds:
+            return
         self._diary.phase = "gathering gradients"
         for root in self._side.models.roots:
             gradients = keyed(kind, self._side.gradients(root))
@@ -346,7 +362,7 @@ class OutputRecorder:
                     shape=tuple(tensors[0].shape),
                     is_random=is_random,
                 ),
-                torch.cat([_sample(tensor) for tensor in tensors]),
+                torch.cat([sample_with_norm(tensor) for tensor in tensors]),
             )
         )
 
@@ -357,7 +373,8 @@ class OutputRecorder:
         return states
 
 
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
+def sample_with_norm(tensor: torch.Tensor) -> torch.Tensor:
+    """Return some of a tensor's values, always the same, and the root of the mean of all their squares."""
     norm = torch.linalg.vector_norm(tensor.reshape(-1), dtype=torch.float64)
     mean = norm / max(1, tensor.numel()) ** 0.5
     return torch.cat([sample_of(tensor, SAMPLE_NUMEL), mean.reshape(1).cpu()])

@@ -1,0 +1,237 @@
+"""`fullshard run` and `python -m fullshard.run`: run an unmodified script on fullshard.
+
+Its options are declared here alone, by argparse, as the library itself has to run scripts without `fullshard[train]`.
+"""
+
+import argparse
+import builtins
+import importlib.machinery
+import os
+import runpy
+import sys
+import types
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from fullshard.local_ranks import LAUNCHER_PID, die_with_launcher, threads_for
+from fullshard.policies import CommChoice
+from fullshard.tools.typed_program import has_module, split_program
+
+_TRACED = (3, 5)
+_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_WITH_VALUE = ("--comm", "--engine", "--ranks", "--trace", "--trace-steps")
+_EXAMPLES = """examples:
+  fullshard run --ranks 2 train.py --lr 1e-3
+  fullshard run --ranks 2 --trace runs/traced train.py
+  torchrun --nproc-per-node 2 -m fullshard.run train.py
+  torchrun --nproc-per-node 2 -m fullshard.run -m my_package.train
+  torchrun --nproc-per-node 2 -m fullshard.run --cpu trainer.py
+
+What follows the script, or -m MODULE, is the script's own.
+On stderr, rank 0 says what each model is sharded over at its first forward,
+and at the end if nothing was.
+"""
+_HINT = """[fullshard] This is one process, and no launcher has said which of the ranks it is. Start ranks:
+    fullshard run --ranks 2 {program}
+    torchrun --nproc-per-node 2 -m fullshard.run {program}"""
+
+
+def main(prog: str = "python -m fullshard.run", typed: Sequence[str] | None = None) -> None:
+    """Call `install`, then run the script or module as ``python`` would, and say what was sharded.
+
+    With --ranks, start this machine's ranks, which do so. If the script ends without an error and leaves a
+    default process group, that group is destroyed.
+    """
+    parser = _parser(prog)
+    typed = sys.argv[1:] if typed is None else typed
+    words, arguments = split_program(typed, _WITH_VALUE)
+    options = parser.parse_args(words)
+    if options.module is None and options.script is None:
+        parser.error("name a script, or a module with -m.")
+    script = options.module or options.script
+    if options.module is not None and not has_module(script):
+        parser.error(f"-m {script}: there is no such module here.")
+    if options.module is None and not Path(script).is_file():
+        parser.error(f"{script}: there is no such file. For a module, write -m {script}.")
+    if options.trace is not None and options.engine == "torch":
+        parser.error("--trace: fullshard's engine alone is traced; leave out --engine torch.")
+    launcher = os.environ.get(LAUNCHER_PID)
+    if options.ranks is not None and launcher is None:
+        if "RANK" in os.environ:
+            parser.error(
+                f"--ranks {options.ranks}: a launcher has started ranks already. Leave --ranks out."
+            )
+        sys.exit(_start(parser, typed, options.ranks))
+    if launcher is not None:
+        die_with_launcher(int(os.environ.pop(LAUNCHER_PID)))
+    _be_a_rank(parser, options, script, arguments)
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Run an unmodified script on fullshard: names of torch.distributed.fsdp are its.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage=f"{prog} [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENTS]",
+    )
+    parser.add_argument(
+        "script", nargs="?", help="a path; what follows is the script's own", metavar="SCRIPT"
+    )
+    parser.add_argument(
+        "-m", dest="module", help="a module, in place of a script", metavar="MODULE"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=_count,
+        metavar="N",
+        help="start N ranks on this machine; without it, be a rank that torchrun has started",
+    )
+    parser.add_argument(
+        "--comm",
+        choices=[choice.value for choice in CommChoice],
+        default=CommChoice.AUTO.value,
+        metavar="WAY",
+        help=f"how ranks exchange bytes: {', '.join(c.value for c in CommChoice)} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=["fullshard", "torch"],
+        default="fullshard",
+        metavar="ENGINE",
+        help="torch: leave PyTorch's names alone, to compare with the same command",
+    )
+    parser.add_argument(
+        "--cpu",
+        action="store_true",
+        help="have Accelerate and Lightning, which shard on accelerators alone, do so on CPUs",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="DIR",
+        help="record where time and memory of some steps go, for: fullshard report DIR",
+    )
+    parser.add_argument(
+        "--trace-steps",
+        type=_steps,
+        default=_TRACED,
+        metavar="A-B",
+        help="the optimizer's steps to record, from 1 (default: {}-{})".format(*_TRACED),
+    )
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a number of ranks")
+    return int(text)
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 1 < int(first) <= int(last)):
+        raise argparse.ArgumentTypeError(
+            f"{text}: give two numbers of steps, such as 3-5, from 2 on"
+        )
+    return int(first), int(last)
+
+
+def _start(parser: argparse.ArgumentParser, typed: Sequence[str], ranks: int) -> int:
+    """Start ranks, and return what their launcher ends with."""
+    try:
+        from fullshard.tools.exits import Exit
+        from fullshard.tools.launch import launch
+    except ModuleNotFoundError as error:
+        parser.error(
+            f"--ranks: needs {error.name}, of fullshard[train]. Or start it with torchrun."
+        )
+    ending = launch(["run", *typed], ranks=ranks, threads=threads_for(ranks, os.environ))
+    if ending.message:
+        print(f"{parser.prog}: {ending.message}", file=sys.stderr)
+    return Exit.FAILED if ending.code is Exit.STOPPED else ending.code
+
+
+def _be_a_rank(
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    script: str,
+    arguments: Sequence[str],
+) -> None:
+    from fullshard import install, set_default_comm
+    from fullshard.drop_in.account import Account
+    from fullshard.drop_in.on_cpu import shard_on_cpus
+    from fullshard.drop_in.traces import Traces, Wanted
+    from fullshard.errors import StateError
+    from fullshard.process_hooks import at_exit
+
+    account = None
+    try:
+        if options.engine == "fullshard":
+            set_default_comm(options.comm)
+            install(cpu=options.cpu)
+            rank, size = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
+            wanted = options.trace and Wanted(options.trace, *options.trace_steps)
+            account = Account(rank, size, wanted and Traces(wanted))
+        elif options.cpu:
+            shard_on_cpus()
+    except StateError as error:
+        parser.error(str(error))
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, "" if options.module else str(Path(script).resolve().parent))
+    # Exit functions run in reverse order: registered first, this runs after the script's own.
+    leave_group = at_exit(_end_group, os.getpid(), why="the script may leave a process group")
+    try:
+        if options.module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            _run_script(script)
+    except BaseException as error:
+        has_failed = not isinstance(error, SystemExit) or bool(error.code)
+        if has_failed:
+            # After an error, destroying the group could wait for ranks that will not come.
+            leave_group()
+        if "RANK" not in os.environ and _lacks_launcher(error):
+            # At the exit, so that it stands below the traceback.
+            hint = _HINT.format(program=f"-m {script}" if options.module else script)
+            at_exit(_say, hint, why="a launcher was forgotten")
+        if account is not None:
+            account.end(has_failed=has_failed)
+        raise
+    if account is not None:
+        account.end()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _lacks_launcher(error: BaseException) -> bool:
+    """Return whether an error is of what a launcher tells ranks: of torch's, or of a script that looks itself."""
+    asked = isinstance(error, KeyError) and error.args[:1] in [(name,) for name in _OF_LAUNCHERS]
+    return asked or (isinstance(error, ValueError) and "variable RANK expected" in str(error))
+
+
+def _run_script(script: str) -> None:
+    """Run a file as Python would: `__file__` is absolute, ``sys.argv[0]`` as it was typed."""
+    path = str(Path(script).absolute())
+    if path.endswith(".pyc") or zipfile.is_zipfile(path):
+        runpy.run_path(script, run_name="__main__")
+        return
+    main_module = types.ModuleType("__main__")
+    main_module.__file__ = path
+    main_module.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    vars(main_module)["__builtins__"] = builtins
+    sys.modules["__main__"] = main_module  # where pickle and multiprocessing look
+    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    exec(code, vars(main_module))
+
+
+def _end_group(owner: int) -> None:
+    """Destroy the default process group if the script left one, in the process that ran it."""
+    import torch.distributed as dist
+
+    if os.getpid() == owner and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,241 @@
+"""The two sides of `fullshard compare`: an unchanged script on fullshard, and on PyTorch's own engine.
+
+Each is recorded once, and timed several times with nothing recorded: then only steps of optimizers are seen.
+"""
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import fullshard
+from fullshard.compare.values import local_of
+from fullshard.tools.progress import Reporter
+from fullshard.tools.verify.models import Models, Root
+from fullshard.tools.verify.options import VerifyOptions
+from fullshard.tools.verify.record import rank_folder, whole_folder
+from fullshard.tools.verify.sides import Side, Tensors, whole_gradients
+from fullshard.tools.verify.values import fingerprint
+from fullshard.tools.verify.watching import EnoughError, NothingToCompareError, sample_with_norm
+
+ENGINES = ("torch", "fullshard")
+WARM_UP = 4  # steps that set things up: memory of gradients, the optimizer's state, a compiler
+_MEMORY_STEPS = 2  # the last of these
+_LOOK_S = 0.004
+_SUMMON = "summon_full_params"
+_SHARDED = ("FSDPModule", "FullyShardedDataParallel", "ReplicateModule")  # of either engine
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareOptions(VerifyOptions):
+    """A script, or a module, to run under both engines. rounds: how often each is timed."""
+
+    MAX_RANKS = 1024
+    rounds: int = 3
+
+    @property
+    def script(self) -> str:
+        return self.model
+
+    @property
+    def words(self) -> str:
+        """What starts it, as python would be given it."""
+        return " ".join((*(["-m"] if self.is_module else []), self.model, *self.arguments))
+
+
+class Run(NamedTuple):
+    """One run of the script: on which engine, and in which round it is timed; 0 is recorded."""
+
+    engine: str
+    round: int = 0
+
+    @property
+    def label(self) -> str:
+        return f"{self.engine}-{self.round}" if self.round else self.engine
+
+    def folder(self, records: Path, rank: int) -> Path:
+        """Return where a rank writes: recorded runs are a verification's two sides."""
+        if self.round:
+            return records / f"{self.label}-{rank}"
+        of_side = rank_folder if self.engine == "fullshard" else whole_folder
+        return of_side(records, rank)
+
+
+class OnEngine(Side):
+    """An unchanged script on one engine. Each rank records its own shards, which are cut alike on both.
+
+    Of a gradient it keeps a fingerprint of all bits, and a sample that says how far two of them are apart.
+    """
+
+    gradient_kinds = ("final-gradient",)
+
+    def __init__(self, options: CompareOptions, rank: int, records: Path, run: Run) -> None:
+        super().__init__(options, rank, records, run.folder(records, rank))
+        self.label = run.label
+        self.is_compiled = bool(run.round)
+        self.models = _SeenModels()
+        self._engine = run.engine
+        self._bits: dict[str, str] = {}  # of this step's gradients
+
+    def install(self) -> None:
+        """Have either engine's modules imported now, so that no side's memory counts them."""
+        super().install()
+        if self._engine == "torch":
+            fullshard.uninstall()
+
+    def start(self, root: Root) -> None:
+        named = root.parameters().items()
+        self._note_start(root, {name: local_of(parameter) for name, parameter in named})
+
+    def gradients(self, root: Root) -> Tensors:
+        """Return samples of this rank's gradients, and note their bits. Collective."""
+        if any(hasattr(module, _SUMMON) for module in root.module.modules()):
+            named = whole_gradients(root, gather=_summoned)  # flat ones may be cut elsewhere
+        else:
+            grads = {name: parameter.grad for name, parameter in root.parameters().items()}
+            named = {name: local_of(grad) for name, grad in grads.items() if grad is not None}
+        bits = {f"{self.rank}/{name}": fingerprint(grad) for name, grad in named.items()}
+        self._bits |= bits
+        return {f"{self.rank}/{n}": sample_with_norm(grad) for n, grad in named.items()}
+
+    def parameters(self, root: Root) -> Tensors:
+        """Return nothing: the next gradients depend on them."""
+        return {}
+
+    def buffers(self, root: Root) -> Tensors:
+        return {}
+
+    def after_step(self, step: int) -> None:
+        self.diary.run.bits.append(self._bits)
+        self._bits = {}
+
+    def _values(self) -> dict[str, str]:
+        return {}
+
+
+def _summoned(root: Root) -> Tensors:
+    """Return the whole parameters of a model that is wrapped, by its wrapper; on rank 0 alone. Collective."""
+    wrapper = next(module for module in root.module.modules() if hasattr(module, _SUMMON))
+    on_cpu = next(wrapper.parameters()).device.type == "cpu"
+    whole = getattr(type(wrapper), _SUMMON)
+    with whole(root.module, writeback=False, rank0_only=True, offload_to_cpu=not on_cpu):
+        if dist.get_rank():
+            return {}
+        return {name: each.detach().clone() for name, each in root.parameters().items()}
+
+
+class _SeenModels(Models):
+    """Models found by the classes that either engine gives their modules, at the first call."""
+
+    def new_root(self, called: nn.Module) -> Root | None:
+        if called not in self._covered:
+            sharded = (each for each in called.modules() if _is_sharded(each))
+            self.noted += [each for each in sharded if each not in self.noted]
+        return super().new_root(called)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(
+        kind.__name__ in _SHARDED and kind.__module__.startswith(("torch.distributed", "fullshard"))
+        for kind in type(module).__mro__
+    )
+
+
+class StepClock:
+    """Times the steps of the first optimizer that steps, after some to warm up; memory of a process is looked at in these."""
+
+    def __init__(self, side: Side, report: Reporter, on_over: Callable[[], object]) -> None:
+        self._side, self._on_over = side, on_over
+        self._device = None if side.options.device == "cpu" else side.options.device
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._num_steps = 0
+        self._moments: list[float | torch.Event] = []
+        self._held = self._held_now()
+        self._peak: int | None = None
+        self._has_looked = threading.Event()
+        self.is_over = False
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        handle = register_optimizer_step_post_hook(self._after_step)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._has_looked.set()
+
+    def check(self) -> None:
+        """Note what there is of a script that has ended before its last step to be timed."""
+        if len(self._moments) < 2:
+            raise NothingToCompareError(
+                f"the script has ended after {self._num_steps} optimizer steps, and the first {WARM_UP} are not timed"
+            )
+        self._note()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._optimizer = self._optimizer or optimizer
+        if optimizer is not self._optimizer or self.is_over:
+            return
+        self._num_steps += 1
+        timed = self._num_steps - WARM_UP
+        if timed == -_MEMORY_STEPS:
+            if self._device:
+                torch.accelerator.reset_peak_memory_stats()
+            else:
+                threading.Thread(target=self._look, daemon=True).start()
+        if timed >= 0:
+            self._has_looked.set()
+            self._moments.append(self._moment())
+        if timed == self._side.options.steps:
+            self.is_over = True
+            self._note()
+            self._side.wait()
+            self._on_over()
+            raise EnoughError
+
+    def _moment(self) -> "float | torch.Event":
+        if self._device is None:
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def _note(self) -> None:
+        if self._device:
+            torch.accelerator.synchronize()
+            self._peak = torch.accelerator.max_memory_allocated()
+        run = self._side.diary.run
+        pairs = zip(self._moments, self._moments[1:], strict=False)
+        run.seconds = [_between(*pair) for pair in pairs]
+        run.peak_nbytes = self._peak
+        self._side.diary.write()
+
+    def _look(self) -> None:
+        """Look at this process's memory again and again: it is highest somewhere within a step."""
+        while not self._has_looked.is_set():
+            now = self._held_now()
+            if now is None or self._held is None:
+                return
+            self._peak = max(self._peak or 0, now - self._held)
+            self._has_looked.wait(_LOOK_S)
+
+    def _held_now(self) -> int | None:
+        """Return what the process holds of its own, with its part of what it shares with others (PSS)."""
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    return int(line.split()[1]) * 1024
+        return None
+
+
+def _between(start: Any, end: Any) -> float:
+    """Return the seconds between two moments: of the clock, or of the device."""
+    return float(start.elapsed_time(end) / 1e3 if isinstance(start, torch.Event) else end - start)
