@@ -132,6 +132,7 @@ class RankTrace:
     categories: names of the numbers in each sample.
     pauses: of the garbage collector, on the host's clock. num_alloc_retries: how often the device's
         allocator had to give back its cache and try again during the recording; None where none counts.
+    num_dtensors: parameters that the optimizer steps on as DTensors, each at a cost; None without one.
     """
 
     recording: str
@@ -147,6 +148,7 @@ class RankTrace:
     samples: tuple[Sample, ...]
     pauses: tuple[Pause, ...] = ()  # as in files of versions that did not record them
     num_alloc_retries: int | None = None
+    num_dtensors: int | None = None
 
     def __post_init__(self) -> None:
         bounds = [
@@ -197,13 +199,14 @@ class RankTrace:
 
 _PLAIN = (
     *("recording", "rank", "num_ranks", "device", "units", "steps", "categories", "samples"),
-    *("pauses", "num_alloc_retries"),
+    *("pauses", "num_alloc_retries", "num_dtensors"),
 )
 
 
 class _MaybeInFile(TypedDict, total=False):
     pauses: tuple[Pause, ...]
     num_alloc_retries: int | None
+    num_dtensors: int | None
 
 
 class _File(_MaybeInFile):

@@ -150,6 +150,9 @@ def unit_costs(traces: Sequence[RankTrace]) -> list[UnitCost]:
     return sorted(costs, key=lambda cost: -cost.exposed_ns)
 
 
+COLLECTOR_MATTERS = 0.02  # of a step: it comes in few long runs, each of which all ranks wait for
+
+
 class Stalls(NamedTuple):
     """What holds up one rank beside its own work: runs of the garbage collector, and of its allocator.
 
@@ -192,7 +195,7 @@ def stalls(traces: Sequence[RankTrace]) -> list[Stalls]:
                 max((pause.end - pause.start for pause in pauses), default=0),
                 trace.num_alloc_retries,
                 # Any retry does: the device stands still for it.
-                matters=share >= 0.02 or bool(trace.num_alloc_retries),
+                matters=share >= COLLECTOR_MATTERS or bool(trace.num_alloc_retries),
             )
         )
     return found

@@ -34,6 +34,7 @@ from fullshard.engine.runtime import Lane, Runtime
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.host import boot_id
+from fullshard.optim.shard_step import num_dtensors_of
 from fullshard.plan.trace import (
     NO_UNIT,
     Clock,
@@ -221,7 +222,9 @@ class Tracer(Observer):
         self._meter.count_all()
         self._step_start = self._turn()
 
-    def result(self, *, recording: str, first_step: int) -> RankTrace:
+    def result(
+        self, *, recording: str, first_step: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> RankTrace:
         """Return the recording until now. Waits for the device."""
         end = self._turn()
         retries, before = self._runtime.num_alloc_retries, self._num_retries
@@ -266,6 +269,7 @@ class Tracer(Observer):
             samples=tuple(sample for sample in samples if sample.time <= over),
             pauses=tuple(pause for pause in self._pauses if pause.start <= over),
             num_alloc_retries=None if retries is None else retries - (before or 0),
+            num_dtensors=None if optimizer is None else num_dtensors_of(optimizer),
         )
 
     # Inside
@@ -357,7 +361,8 @@ def trace(
         iteration.observe(tracer)
         stack.callback(iteration.observe, None)
         yield Tracing(tracer)
-    tracer.result(recording=recordings[0], first_step=first_step).write(path)
+    recorded = tracer.result(recording=recordings[0], first_step=first_step, optimizer=optimizer)
+    recorded.write(path)
 
 
 def _iteration_of(model: nn.Module) -> Iteration:
