@@ -97,12 +97,14 @@ _OUTSIDE = {
 def waits(traces: Sequence[RankTrace]) -> list[Wait]:
     """Return where ranks wait, the longest wait first; nothing of a single rank."""
     found = []
+    num_steps, num_others = len(common_steps(traces)), len(traces) - 1
     for name, waited in _tables(traces).items():
         late = _late(waited)
         if late:
             last = max(late, key=late.__getitem__)
-            each = tuple(waited[rank, last] for rank in range(len(traces)))
-            found.append(Wait(name, traces[last].rank, late[last] / (len(traces) - 1), each))
+            each = tuple(waited[rank, last] / num_steps for rank in range(len(traces)))
+            mean = late[last] / num_steps / num_others
+            found.append(Wait(name, traces[last].rank, mean, each))
     return sorted(found, key=lambda wait: -wait.late_ns)
 
 
@@ -113,14 +115,15 @@ def straggler(traces: Sequence[RankTrace]) -> Straggler | None:
     if not late:
         return None
     index = max(late, key=late.__getitem__)
-    num_others = len(traces) - 1
-    waited = late[index] / num_others
+    num_others, num_steps = len(traces) - 1, len(common_steps(traces))
+    waited = late[index] / num_others / num_steps
+    of_others = (late.total() - late[index]) / num_others**2 / num_steps
     place = max(tables, key=lambda name: _late(tables[name])[index])
     (kind, unit), extra = _most_extra(traces, index)
     return Straggler(
         traces[index].rank,
         waited,
-        waited - (late.total() - late[index]) / num_others**2,
+        waited - of_others,
         place,
         kind,
         traces[index].unit_name(unit),
@@ -159,7 +162,7 @@ def _most_extra(traces: Sequence[RankTrace], index: int) -> tuple[tuple[Kind, in
     return most, extra.get(most, 0.0)
 
 
-# How long a rank waits for another one in a step, by the indices of both.
+# How many nanoseconds a rank waits for another one, by the indices of both.
 _Table = collections.Counter[tuple[int, int]]
 
 
@@ -172,12 +175,12 @@ def _late(table: _Table) -> collections.Counter[int]:
 
 
 def _tables(traces: Sequence[RankTrace]) -> dict[str, _Table]:
-    """Return who waits for whom, by the name of a place."""
+    """Return who waits for whom in all recorded steps, by the name of a place."""
     if len(traces) < 2:
         return {}
-    steps, error, together = common_steps(traces), clock_error_ns(traces), aligned(traces)
+    error, together = clock_error_ns(traces), aligned(traces)
     tables = collections.defaultdict[str, _Table](_Table)
-    for number in steps:
+    for number in common_steps(traces):
         places = collections.defaultdict[tuple[object, ...], dict[int, list[_Visit]]](dict)
         for index, trace in enumerate(together):
             for place, found in _visits(trace, number).items():
@@ -192,7 +195,7 @@ def _tables(traces: Sequence[RankTrace]) -> dict[str, _Table]:
                 for index, visit in zip(visits, meeting, strict=True):
                     waited = visit.still_before(latest.start)
                     if waited > error:
-                        tables[visit.name][index, last] += waited / len(steps)
+                        tables[visit.name][index, last] += waited
     return tables
 
 
