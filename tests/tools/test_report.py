@@ -23,9 +23,17 @@ from fullshard.plan.trace import Pause
 from fullshard.tools import cli
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.exits import Exit
-from fullshard.tools.report import compare, metrics_of, write_comparison, write_report
+from fullshard.tools.report import (
+    FOLLOW_S,
+    _missing_trace,
+    compare,
+    metrics_of,
+    write_comparison,
+    write_report,
+)
 from fullshard.tools.run_facts import gather_facts, peak_flops
 from fullshard.tools.run_folder import RunFolder
+from fullshard.tools.run_record import read_run
 from fullshard.tools.train import steps_to_trace
 from tests.tools.test_trace_metrics import hand_made
 
@@ -102,7 +110,7 @@ def test_the_page_has_every_part_and_loads_nothing(tmp_path: Path) -> None:
     written = write_report(make_traced_run(tmp_path / "books"))
     page = Page(written.page.read_text())
     wanted = {
-        "books", "Tokens per second", "Exposed communication", "Where a step goes", "Timeline",
+        "books", "Speed", "Exposed communication", "Where a step goes", "Timeline",
         "Exposed communication per unit", "What holds a rank up", "Memory over a step", "Loss",
     }  # fmt: skip
     assert wanted <= set(page.headings)
@@ -119,7 +127,7 @@ def test_the_page_has_every_part_and_loads_nothing(tmp_path: Path) -> None:
 def test_numbers_of_a_run_are_those_that_were_put_in(tmp_path: Path) -> None:
     found = figures(make_traced_run(tmp_path / "run"))
     assert found["tokens_per_second"] == 100
-    assert found["step_seconds"] == 1100e-9
+    assert found["step_seconds"] == 10.24  # of the same steps as the speed, not of the recorded one
     assert found["exposed_share"] == pytest.approx(300 / 1100)
     assert found["peak_tensor_bytes"] == 40
     assert found["peak_memory"] == 3 * 2**30
@@ -163,7 +171,7 @@ def test_numbers_that_are_not_finite_are_marked_and_the_others_shown(
 def test_every_number_says_how_it_is_computed(tmp_path: Path) -> None:
     metrics = metrics_of(make_traced_run(tmp_path / "run"))
     parts = [*metrics["figures"].values()]
-    parts += [metrics[name] for name in ("time", "units", "stalls", "memory")]
+    parts += [metrics[name] for name in ("time", "waits", "units", "stalls", "memory")]
     assert all(len(part["how"]) > 40 for part in parts)
 
 
@@ -202,6 +210,53 @@ def test_traces_alone_make_a_page(tmp_path: Path) -> None:
     assert "1 of 2 ranks left no trace" in page.text
 
 
+def test_a_page_follows_a_run_until_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(make_run(tmp_path / "run"))
+    ending = folder.summary_file.read_text()
+    folder.summary_file.unlink()
+    refreshes = []
+
+    def sleep(_: float) -> None:
+        refreshes.append(Page(folder.report_file.read_text()).data["refresh_s"])
+        if len(refreshes) == 2:
+            folder.summary_file.write_text(ending)
+
+    monkeypatch.setattr("fullshard.tools.report.time.sleep", sleep)
+    done = CliRunner().invoke(cli.app, ["report", str(folder.path), "--follow"])
+    assert done.exit_code == Exit.OK
+    assert refreshes == [FOLLOW_S, FOLLOW_S]
+    assert Page(folder.report_file.read_text()).data["refresh_s"] is None
+
+
+def test_following_ends_with_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.start(TrainConfig(), fingerprint="text", done=0)  # before its first step
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fullshard.tools.report.time.sleep", interrupt)
+    for path, code in ((folder.path, Exit.OK), (tmp_path / "none", Exit.USAGE)):
+        done = CliRunner().invoke(cli.app, ["report", str(path), "--follow"])
+        assert done.exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("trace_steps", "said"), [(3, "got to step 10 of 30"), (0, "--trace-steps 0")]
+)
+def test_a_missing_trace_has_the_cause_that_it_has(
+    tmp_path: Path, trace_steps: int, said: str
+) -> None:
+    folder = RunFolder(make_run(tmp_path / "run", steps=10))
+    folder.summary_file.unlink()
+    config = TrainConfig(steps=30, trace_steps=trace_steps)
+    folder.start(config, fingerprint="text", done=10)
+    run = read_run(folder.path)
+    assert said in _missing_trace(run)
+
+
 def test_a_run_that_was_stopped_early_says_so(tmp_path: Path) -> None:
     folder = RunFolder(make_run(tmp_path / "run"))
     folder.summary_file.unlink()
@@ -227,18 +282,21 @@ def test_commands_that_a_page_advises_take_any_name(tmp_path: Path) -> None:
     assert ast.literal_eval(given[1]) == f"{path.name}/trace"
 
 
-def test_the_command_prints_the_files_that_it_wrote(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    done = CliRunner().invoke(cli.app, ["report", str(run)])
-    assert done.output.split() == [str(run / "report.html")]  # no trace, so no trace.json
-
-
 def test_the_command_writes_prints_and_refuses(tmp_path: Path) -> None:
     run = make_traced_run(tmp_path / "run")
     call = lambda *words: CliRunner().invoke(cli.app, ["report", *map(str, words)])  # noqa: E731
     done = call(run)
     assert done.exit_code == Exit.OK
-    assert done.output.split() == [str(run / "report.html"), str(run / "trace.json")]
+    result, advice, link = done.output.splitlines()
+    assert {"100 bytes/s", "10.2 s a step", "27.3 %"} <= set(re.split(r", | of it", result))
+    assert advice.startswith("27 % of a step is exposed communication")
+    assert link == (run / "report.html").as_uri()
+    assert (run / "trace.json").is_file()
+    assert all(
+        fact in call(run, "--md").output
+        for fact in (advice, "| layer | 0.05 µs | 0.09 µs | 0.14 µs", "## run")
+    )
+    assert call(run, "--md", "--follow").exit_code == Exit.USAGE
     other = call(run, "--out", tmp_path / "elsewhere" / "page.html")
     assert other.exit_code == Exit.OK
     assert (tmp_path / "elsewhere" / "page.html").is_file()
@@ -348,6 +406,10 @@ def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
     assert rows["tokens_per_second"]["values"] == [100, 200]
     assert rows["tokens_per_second"]["ratios"] == [1, 2]
     assert rows["exposed_share"]["values"][0] is None  # was not traced
+    assert (rows["tokens_per_second"]["better"], rows["loss"]["better"]) == ("higher", "lower")
+    parts = {row["name"]: row["values"] for row in compare([second, second])["parts"]}
+    assert parts["time of fence"] == [100, 100]
+    assert parts["memory of saved"] == [30, 30]
     assert found["options"] == [("lr", ["0.002", "0.0001"])]
     out = tmp_path / "pages" / "both.html"
     assert write_comparison([first, second], out) == out
@@ -381,10 +443,12 @@ def test_the_command_compares_several_runs(tmp_path: Path, monkeypatch: pytest.M
     runs = [str(make_run(tmp_path / name / "run")) for name in ("x", "y")]
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(cli.app, ["report", *runs])
-    assert done.output == "comparison.html\n"
+    assert done.output.splitlines()[-1] == (tmp_path / "comparison.html").as_uri()
     assert (tmp_path / "comparison.html").is_file()
     done = CliRunner().invoke(cli.app, ["report", *runs, "--json"])
     assert json.loads(done.output)["name"] == " and ".join(runs)  # both are called run
+    done = CliRunner().invoke(cli.app, ["report", *runs, "--md"])
+    assert "| Speed | 100 bytes/s | 100 bytes/s (1.00x) |" in done.output
     done = CliRunner().invoke(cli.app, ["report", *runs * 5])
     assert done.exit_code == Exit.USAGE
     assert "10 runs are too many" in done.output

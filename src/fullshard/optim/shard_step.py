@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import optim
+from torch.distributed.tensor import DTensor
 
 from fullshard.engine.checks.optimizers import why_not_elementwise
 from fullshard.errors import ShardingError, StateError
@@ -54,6 +55,14 @@ def step_on_shards(optimizer: OptimizerT, *, elementwise: bool = False) -> Optim
         _refuse_unfit(optimizer, elementwise=elementwise)
         _put_on_shards(optimizer, type(optimizer))
     return optimizer
+
+
+def num_dtensors_of(optimizer: optim.Optimizer) -> int:
+    """Return how many parameters an optimizer steps on as DTensors; none after `step_on_shards`."""
+    if isinstance(optimizer, _OnShards):
+        return 0
+    groups = optimizer.param_groups
+    return sum(isinstance(param, DTensor) for group in groups for param in group["params"])
 
 
 class _StateOnDemand:

@@ -18,6 +18,7 @@ fullshard ckpt ...                  look into checkpoints, check, compare and co
 fullshard export RUN --hf DIR       write a run's weights as a folder that Transformers loads
 """
 
+import contextlib
 import errno
 import gc
 import os
@@ -63,8 +64,10 @@ _REPORT_EXAMPLES = """
 Examples:
 
     fullshard report runs/books                 # writes a page and trace.json
-    fullshard report runs/books --json          # prints the numbers instead
-    fullshard report runs/books runs/again      # compares runs: the first with the others
+    fullshard report runs/books --follow        # a page that follows the run
+    fullshard report runs/books --md            # for an issue or pull request
+    fullshard report runs/books --json          # for programs
+    fullshard report runs/books runs/again      # compares runs with the first
     fullshard report my_traces --out page.html  # traces of fullshard.trace
 
 The page needs no network. Where a run was not traced, it says how to record a trace.
@@ -237,24 +240,39 @@ def report(
     as_json: Annotated[
         bool, flag("--json", "Print the numbers as one JSON object, write nothing.")
     ] = False,
+    as_markdown: Annotated[
+        bool, flag("--md", "Print Markdown for an issue, write nothing.")
+    ] = False,
+    follow: Annotated[
+        bool, flag("--follow", "Write the page every few seconds until the run has ended.")
+    ] = False,
 ) -> None:
-    """Write one HTML page on a run: timelines, exposed communication, memory, loss, tokens/s.
+    """Write one HTML page on a run: what to do about it, where time and memory go, loss, speed.
 
-    trace.json beside it holds the same timelines for chrome://tracing and Perfetto. Of several runs it
-    compares figures, losses and options.
+    trace.json beside it holds the same timelines for chrome://tracing and Perfetto. Of several runs
+    the page compares figures, curves and options.
     """
     from fullshard.plan.trace import TraceError
-    from fullshard.tools.report import compare, metrics_of, write_comparison, write_report
+    from fullshard.tools import report as tool
 
+    several = len(runs) > 1
     try:
+        if follow and (several or as_json or as_markdown):
+            raise OptionError("--follow: writes the page of one run; leave out the others.")
         if as_json:
-            found = compare(runs) if len(runs) > 1 else metrics_of(runs[0])
-            print(json_text(found, indent=2))
-        elif len(runs) > 1:
-            print(write_comparison(runs, out or Path("comparison.html")))
+            print(json_text(tool.compare(runs) if several else tool.metrics_of(runs[0]), indent=2))
+        elif as_markdown:
+            print(tool.markdown(runs))
+        elif several:
+            page, lines = (
+                tool.write_comparison(runs, out or Path("comparison.html")),
+                tool.comparison_lines(runs),
+            )
+            print(*lines, page.resolve().as_uri(), sep="\n")
         else:
-            for path in filter(None, write_report(runs[0], out)):
-                print(path)
+            with contextlib.suppress(KeyboardInterrupt):
+                written = tool.follow(runs[0], out) if follow else tool.write_report(runs[0], out)
+                print(*tool.result_lines(runs[0]), written.page.resolve().as_uri(), sep="\n")
     except (OptionError, TraceError) as error:
         raise refuse("report", error) from None
 

@@ -1,14 +1,15 @@
 """The trace report of a run, and of several side by side: pages that open offline, and timelines for other viewers.
 
-RUN/metrics.jsonl, config.json, summary.json    what `fullshard train` wrote, as far as it is there
-RUN/trace/rank*.json or RUN/rank*.json          what `fullshard.trace` wrote, if anything
+RUN (tools/run_record.py)
     |
     v
-RUN/report.html, RUN/trace.json
+RUN/report.html, RUN/trace.json, or Markdown, or lines on a terminal
 """
 
 import json
 import shlex
+import sys
+import time
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -17,24 +18,24 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from fullshard.json_files import json_text
-from fullshard.plan.trace import TraceError, read_traces
+from fullshard.tools.advice import stalled, verdict
 from fullshard.tools.config import OptionError
 from fullshard.tools.perfetto import chrome_trace
 from fullshard.tools.report_data import (
     Figure,
-    RunRecord,
     about,
     figures,
-    nanoseconds,
-    nbytes,
     options,
     page_data,
+    parts,
     series,
     summary_data,
 )
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.trace_metrics import HOW, common_steps, peaks, step_ns
+from fullshard.tools.run_record import RunRecord, nanoseconds, nbytes, read_run
+from fullshard.tools.trace_metrics import HOW
 
+FOLLOW_S = 5  # between two pages of a run that goes on
 _MOST = 8  # runs on one page: as many colours tell apart
 _PAGE = files("fullshard.tools") / "page"
 _SCRIPTS = {
@@ -50,46 +51,129 @@ class Written(NamedTuple):
     trace: Path | None
 
 
-def read_run(path: Path) -> RunRecord:
-    """Read a run folder or a folder of traces.
+def write_report(path: Path, out: Path | None = None, *, refresh_s: int | None = None) -> Written:
+    """Write the page, to `report.html` in the folder unless told, and `trace.json` beside it.
 
-    Raises OptionError if it holds neither, TraceError for a trace that cannot be read.
+    refresh_s: after how many seconds a browser loads the page again, of a run that goes on.
     """
-    folder = RunFolder(path)
-    traces = read_traces(folder.trace_folder) or read_traces(path)
-    if traces and not common_steps(traces):
-        raise TraceError(
-            f"{path}: its ranks have no step in common, so they cannot be compared. Record again."
-        )
-    if traces and (step_ns(traces) <= 0 or not peaks(traces)):
-        raise TraceError(
-            f"{path}: its steps have no time, or no memory was looked at. Record again."
-        )
-    is_run = folder.config_file.exists()
-    config = folder.read_config() if is_run else None
-    facts = folder.read_facts() if is_run else {}
-    metrics = folder.metrics()
-    if not (traces or metrics):
-        raise OptionError(
-            f"{path}: holds neither metrics.jsonl nor rank*.json, so there is nothing to report. "
-            "Name a folder that `fullshard train` or `fullshard.trace` wrote."
-        )
-    return RunRecord(path.resolve().name, config, metrics, folder.read_summary(), traces, facts)
-
-
-def write_report(path: Path, out: Path | None = None) -> Written:
-    """Write the page, to `report.html` in the folder unless told, and `trace.json` beside it."""
     run = read_run(path)
     page = out or RunFolder(path).report_file
     page.parent.mkdir(parents=True, exist_ok=True)
     trace = page.with_name("trace.json") if run.traces else None
-    data = page_data(run)
-    text = render("report.html", data, how_texts=HOW, **_sentences(data))
-    page.write_text(text, encoding="utf-8")
+    data = page_data(run, refresh_s=refresh_s)
+    text = render("report.html", data, how_texts=HOW, **_sentences(run, data))
+    _write(page, text)
     if trace is not None:
-        events = json.dumps(chrome_trace(run.traces), separators=(",", ":"))
-        trace.write_text(events, encoding="utf-8")
+        _write(trace, json.dumps(chrome_trace(run.traces), separators=(",", ":")))
     return Written(page, trace)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that appears when it is complete: a browser may be loading the one before."""
+    partial = path.with_name(f"{path.name}.part")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def follow(path: Path, out: Path | None) -> Written:
+    """Write the page every few seconds until the run has ended, and return the last one.
+
+    Says on standard error where it is. Raises OptionError if no run has begun in this folder.
+    """
+    folder = RunFolder(path)
+    if not folder.config_file.exists():
+        raise OptionError(
+            f"{path}: no run of `fullshard train` has begun here, so there is none to follow."
+        )
+    page = (out or folder.report_file).resolve().as_uri()
+    print(
+        f"following {path} every {FOLLOW_S} s until it ends (Ctrl-C ends it here): {page}",
+        file=sys.stderr,
+    )
+    while folder.read_summary() is None:
+        if folder.metrics():
+            write_report(path, out, refresh_s=FOLLOW_S)
+        time.sleep(FOLLOW_S)
+    return write_report(path, out)
+
+
+def result_lines(path: Path) -> list[str]:
+    """Say in one to four lines what came out of a run, and what to do about it."""
+    run = read_run(path)
+    return [_result(run), *(each.text for each in verdict(run))]
+
+
+def _result(run: RunRecord) -> str:
+    found = {figure.name: figure for figure in figures(run)}
+    said = []
+    for name, prefix, suffix in (
+        ("loss", "loss ", " {unit}"),
+        ("val_loss", "held out ", ""),
+        ("tokens_per_second", "", ""),
+        ("step_seconds", "", " a step"),
+        ("exposed_share", "", " of it exposed communication"),
+        ("peak_memory", "", " a rank at the peak"),
+    ):
+        if figure := found.get(name):
+            said.append(f"{prefix}{figure.text}{suffix.format(unit=figure.unit)}")
+    return f"{run.name}: {', '.join(said)}"
+
+
+def comparison_lines(paths: Sequence[Path]) -> list[str]:
+    """Say in a line for each run what came out of it."""
+    return [_result(read_run(path)) for path in paths]
+
+
+def markdown(paths: Sequence[Path]) -> str:
+    """Return the report of a run, or of several side by side, as text for an issue or a pull request."""
+    if len(paths) > 1:
+        found = compare(paths)
+        names = [run["name"] for run in found["runs"]]
+        heads, compared = ["", *names], [_compared(row) for row in found["rows"]]
+        text = [f"## {found['name']}", _table(heads, compared)]
+        for title, rows in (
+            ("Where a recorded step goes, and its memory", map(_compared, found["parts"])),
+            ("Options that differ", ([name, *each] for name, each in found["options"])),
+            (
+                "What they ran on, where it differs",
+                ([name, *each] for name, each in found["about"]),
+            ),
+        ):
+            if listed := list(rows):
+                text += [f"### {title}", _table(heads, listed)]
+        return "\n\n".join(text)
+    run = read_run(paths[0])
+    data = page_data(run)
+    text = [f"## {run.name}", ", ".join(data["facts"])]
+    text.append("\n".join(f"- {each['text']}" for each in data["advice"]))
+    text.append(_table(["", "", ""], [[f.label, f.text, f.note] for f in figures(run)]))
+    if data["trace"]:
+        units = [
+            [unit["name"], *(nanoseconds(unit[f"{part}_ns"]) for part in ("gather", "reduce", "exposed")),
+             nbytes(unit["gather_nbytes"])]
+            for unit in data["trace"]["units"]
+        ]  # fmt: skip
+        heads = ["Unit", "Gather, exposed", "Reduce, exposed", "Together", "Gathered a step"]
+        text += ["### Exposed communication per unit", _table(heads, units)]
+    if data["about"]:
+        text.append(_table(["", ""], data["about"]))
+    return "\n\n".join(text)
+
+
+def _compared(row: dict[str, Any]) -> list[str]:
+    cells = zip(row["texts"], row["ratios"], strict=True)
+    shown = [
+        f"{text} ({ratio:.2f}x)" if index and ratio is not None else text
+        for index, (text, ratio) in enumerate(cells)
+    ]
+    return [row["label"], *shown]
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines
+    )
 
 
 def metrics_of(path: Path) -> dict[str, Any]:
@@ -101,7 +185,7 @@ def write_comparison(paths: Sequence[Path], out: Path) -> Path:
     """Write the page; return its path. Raises OptionError as `read_run` does, and for too many runs."""
     page = render("compare.html", compare(paths))
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
+    _write(out, page)
     return out
 
 
@@ -112,29 +196,6 @@ def compare(paths: Sequence[Path]) -> dict[str, Any]:
     runs = [read_run(path) for path in paths]
     names = _names(runs, paths)
     found = [{figure.name: figure for figure in figures(run)} for run in runs]
-    rows = []
-    for name in dict.fromkeys(name for each in found for name in each):
-        (known,) = {each[name].label for each in found if name in each}
-        how = next(each[name].how for each in found if name in each)
-        first = found[0].get(name)
-        values = [each.get(name) for each in found]
-        units = {value.unit for value in values if value}
-        rows.append(
-            {
-                "name": name,
-                "label": known,
-                "how": how,
-                "texts": [_text(value, with_unit=len(units) > 1) for value in values],
-                "values": [value.value if value else None for value in values],
-                # Of the first run, which the others are compared with, where both count the same.
-                "ratios": [
-                    value.value / first.value
-                    if value and first and first.value and value.unit == first.unit
-                    else None
-                    for value in values
-                ],
-            }
-        )
     units = {figure.unit for each in found if (figure := each.get("loss"))}
     return {
         "name": " and ".join(names),
@@ -145,16 +206,49 @@ def compare(paths: Sequence[Path]) -> dict[str, Any]:
             {"name": name, "path": str(path), "series": series(run)}
             for name, path, run in zip(names, paths, runs, strict=True)
         ],
-        "rows": rows,
+        "rows": _side_by_side(found),
+        "parts": _side_by_side([{part.name: part for part in parts(run)} for run in runs]),
         "options": _differing([dict(options(run)) for run in runs]),
         "about": _differing([dict(about(run)) for run in runs]),
     }
 
 
+def _side_by_side(found: Sequence[dict[str, Figure]]) -> list[dict[str, Any]]:
+    """Return a row for each figure, with what it is in each run, and relative to the first."""
+    rows = []
+    for name in dict.fromkeys(name for each in found for name in each):
+        known = next(each[name] for each in found if name in each)
+        first = found[0].get(name)
+        values = [each.get(name) for each in found]
+        units = {value.unit for value in values if value}
+        rows.append(
+            {
+                "name": name,
+                "label": known.label,
+                "how": known.how,
+                "better": known.better,
+                "texts": [_text(value, with_unit=len(units) > 1) for value in values],
+                "values": [value.value if value else None for value in values],
+                # Where both count the same.
+                "ratios": [
+                    value.value / first.value
+                    if value and first and first.value and value.unit == first.unit
+                    else None
+                    for value in values
+                ],
+            }
+        )
+    return rows
+
+
 def _text(figure: Figure | None, *, with_unit: bool) -> str:
     if figure is None:
         return ""
-    return f"{figure.text} {figure.unit}" if with_unit else figure.text
+    return (
+        f"{figure.text} {figure.unit}"
+        if with_unit and figure.unit not in figure.text
+        else figure.text
+    )
 
 
 def _names(runs: Sequence[RunRecord], paths: Sequence[Path]) -> list[str]:
@@ -192,9 +286,10 @@ def render(page: str, data: dict[str, Any], **more: Any) -> str:
     return environment.get_template(page).render(**shown, embedded=embedded)
 
 
-def _sentences(data: dict[str, Any]) -> dict[str, str]:
+def _sentences(run: RunRecord, data: dict[str, Any]) -> dict[str, str]:
     """Say what the figures show, for the lines above and below them."""
     said = {"speed_note": "", "units_lead": "", "memory_lead": "", "stalls_lead": ""}
+    said["missing_trace"] = _missing_trace(run)
     cost = (data["series"] or {}).get("cost")
     if cost is not None:
         said["speed_note"] = (
@@ -206,7 +301,7 @@ def _sentences(data: dict[str, Any]) -> dict[str, str]:
         return said
     units = trace["units"]
     total = sum(unit["exposed_ns"] for unit in units)
-    fence = f"Ranks wait {nanoseconds(trace['fence_ns'])} a step for each other at fences, which are no unit's."
+    fence = f"Another {nanoseconds(trace['fence_ns'])} a step go to waiting for other ranks at fences, which belong to no unit."
     if total:
         first = units[0]
         said["units_lead"] = (
@@ -215,7 +310,7 @@ def _sentences(data: dict[str, Any]) -> dict[str, str]:
         )
     else:
         said["units_lead"] = f"No unit exposes any communication. {fence}"
-    said["stalls_lead"] = _stalls(trace["stalls"])
+    said["stalls_lead"] = stalled(run)
     most = max(trace["peaks"], key=lambda peak: peak["total"])
     largest = max(range(len(most["nbytes"])), key=lambda index: most["nbytes"][index])
     said["memory_lead"] = (
@@ -226,29 +321,19 @@ def _sentences(data: dict[str, Any]) -> dict[str, str]:
     return said
 
 
-def _stalls(ranks: Sequence[dict[str, Any]]) -> str:
-    """Say what held up ranks beside their work, and what to do about it."""
-    if not any(each["matters"] for each in ranks):
-        return "Neither the garbage collector nor a device's allocator holds up a rank."
-    said = []
-    worst = max(ranks, key=lambda each: each["share"])
-    if worst["matters"] and worst["share"]:
-        said.append(
-            f"The garbage collector takes {100 * worst['share']:.1f} % of a step on rank {worst['rank']}, and the "
-            "others wait for it. Call gc.freeze() after setting up, or gc.disable(), and gc.collect() on all ranks "
-            "at one step in some hundreds."
+def _missing_trace(run: RunRecord) -> str:
+    """Say why a run has no trace."""
+    if run.traces or run.config is None:
+        return ""
+    if not run.config.trace_steps:
+        return "This run was started with --trace-steps 0."
+    last = run.metrics[-1]["step"]
+    if run.summary is None and last < run.config.steps:
+        return (
+            f"This run got to step {last} of {run.config.steps}, and had not recorded its trace by then, which it takes "
+            "in the middle of its steps."
         )
-    retries = {
-        each["rank"]: each["num_alloc_retries"] for each in ranks if each["num_alloc_retries"]
-    }
-    if retries:
-        rank = max(retries, key=lambda each: retries[each])
-        said.append(
-            f"The allocator of rank {rank} ran out of memory {retries[rank]} times, gave its cache back and tried "
-            "again: memory is nearly full, or in pieces. Take smaller micro-batches, or set "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
-        )
-    return " ".join(said)
+    return "The folder of this run has no trace."
 
 
 def _read(name: str) -> str:

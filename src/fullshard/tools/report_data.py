@@ -1,14 +1,16 @@
 """What the report says, as data: figures with their explanations, and what the charts draw."""
 
 import dataclasses
+import itertools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fullshard.plan.trace import Kind, RankTrace
-from fullshard.tools.config import TrainConfig
+from fullshard.tools.advice import verdict
 from fullshard.tools.run_facts import peak_flops
+from fullshard.tools.run_record import RunRecord, nanoseconds, nbytes, not_finite, scaled
 from fullshard.tools.trace_metrics import (
     HOW,
     aligned,
@@ -23,7 +25,9 @@ from fullshard.tools.trace_metrics import (
     step_ns,
     unit_costs,
 )
+from fullshard.tools.waiting import waiting_lead, waits
 
+_MOST_WAITS = 12  # on the page; --json has all
 _LAST_STEPS = 20  # that the final loss averages, as in summary.json
 
 HOW["speed"] = (
@@ -59,20 +63,11 @@ HOW["tensors"] = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class RunRecord:
-    """What is known of a run. traces: in order of ranks, perhaps not of all. facts: see `run_facts`."""
-
-    name: str
-    config: TrainConfig | None
-    metrics: list[dict[str, Any]]
-    summary: dict[str, Any] | None
-    traces: list[RankTrace]
-    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
 class Figure(NamedTuple):
-    """One number: raw with its unit for programs, as text for people, and how it is computed."""
+    """One number: raw with its unit for programs, as text for people, and how it is computed.
+
+    better: of two runs, the one whose number is "lower" or "higher".
+    """
 
     name: str
     label: str
@@ -81,6 +76,7 @@ class Figure(NamedTuple):
     text: str
     note: str
     how: str
+    better: str = "lower"
 
 
 def figures(run: RunRecord) -> list[Figure]:
@@ -90,56 +86,84 @@ def figures(run: RunRecord) -> list[Figure]:
 
 def _times(run: RunRecord) -> Iterator[Figure]:
     if run.metrics:
+        unit = f"{_unit(run)}s/s"
+        typical = "median of all but the first step" if run.metrics[1:] else "its only step"
         speed = statistics.median(_after_first(run.metrics, "tokens_per_second"))
         yield Figure(
-            "tokens_per_second", "Tokens per second", speed, f"{_unit(run)}s/s", f"{speed:,.0f}",
-            "median of all but the first step", HOW["speed"],
+            "tokens_per_second", "Speed", speed, unit, f"{speed:,.0f} {unit}",
+            typical, HOW["speed"], "higher",
         )  # fmt: skip
-    if run.traces:
-        total, exposed = step_ns(run.traces), exposed_ns(run.traces)
-        steps = common_steps(run.traces)
-        span = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
-        yield Figure(
-            "step_seconds",
-            "Step",
-            total / 1e9,
-            "s",
-            nanoseconds(total),
-            f"mean of {span}",
-            HOW["step"],
-        )
-        yield Figure(
-            "exposed_share", "Exposed communication", exposed / total, "of the step",
-            f"{100 * exposed / total:.1f} %", f"{nanoseconds(exposed)} of a step", HOW["exposed"],
-        )  # fmt: skip
-    elif run.metrics:
         seconds = statistics.median(_after_first(run.metrics, "seconds"))
         yield Figure(
             "step_seconds", "Step", seconds, "s", nanoseconds(seconds * 1e9),
-            "median of all but the first", "Seconds of a step on rank 0.",
+            typical, "Seconds of a step on rank 0, from reading the text to the parameters' update.",
+        )  # fmt: skip
+    if run.traces:
+        total, exposed = step_ns(run.traces), exposed_ns(run.traces)
+        span = recorded(run)
+        if not run.metrics:
+            yield Figure(
+                "step_seconds", "Step", total / 1e9, "s", nanoseconds(total), f"mean of {span}", HOW["step"]
+            )  # fmt: skip
+        yield Figure(
+            "exposed_share", "Exposed communication", exposed / total, "of the step",
+            f"{100 * exposed / total:.1f} %", f"{nanoseconds(exposed)} of {nanoseconds(total)}, the mean of {span}",
+            HOW["exposed"],
         )  # fmt: skip
 
 
+def recorded(run: RunRecord) -> str:
+    """Name the steps of the trace: "steps 29 to 31"."""
+    steps = common_steps(run.traces)
+    return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+
+
 def _memory(run: RunRecord) -> Iterator[Figure]:
+    tensors = 0
     if run.traces:
         most = max(peaks(run.traces), key=lambda peak: peak.total)
+        tensors = most.total
         yield Figure(
-            "peak_tensor_bytes", "Peak of tensors", most.total, "bytes", nbytes(most.total),
+            "peak_tensor_bytes", "Peak of tensors", tensors, "bytes", nbytes(tensors),
             f"rank {most.rank}, step {most.step}", HOW["tensors"],
         )  # fmt: skip
     if run.metrics:
         peak = (run.summary or {}).get("peak_memory_per_rank") or max(
             entry["peak_memory"] for entry in run.metrics
         )
+        note = "most of any rank"
+        if 0 < tensors < peak and run.config:
+            rest = "Python, libraries, temporary results"
+            if run.config.device != "cpu":
+                rest = "temporary results"
+            note += f"; {nbytes(peak - tensors)} of it are {rest}"
         yield Figure(
-            "peak_memory",
-            "Peak of a process",
-            peak,
-            "bytes",
-            nbytes(peak),
-            "most of any rank",
-            HOW["peak"],
+            "peak_memory", "Peak of a process", peak, "bytes", nbytes(peak), note, HOW["peak"]
         )
+
+
+def parts(run: RunRecord) -> list[Figure]:
+    """Return where the time of a recorded step goes, and the memory of its peak; nothing without a trace."""
+    if not run.traces:
+        return []
+    total, exposed = step_ns(run.traces), exposed_ns(run.traces)
+    times = [("step", "a recorded step", total, HOW["step"])]
+    times.append(("exposed", "exposed communication", exposed, HOW["exposed"]))
+    times += [(s.kind.value, s.kind.value, s.ns, HOW["time"]) for s in shares(run.traces)]
+    most = max(peaks(run.traces), key=lambda peak: peak.total)
+    held = [("peak", "peak of tensors", most.total), *zip(
+        run.traces[0].categories, run.traces[0].categories, most.nbytes, strict=True
+    )]  # fmt: skip
+    return [
+        *(
+            Figure(f"time of {name}", label, ns, "ns", nanoseconds(ns), "", how)
+            for name, label, ns, how in times
+        ),
+        *(
+            Figure(f"memory of {name}", label, size, "bytes", nbytes(size), "", HOW["memory"])
+            for name, label, size in held
+        ),
+    ]
 
 
 def _losses(run: RunRecord) -> Iterator[Figure]:
@@ -177,15 +201,16 @@ def _flops(run: RunRecord) -> Iterator[Figure]:
         "Model FLOP/s",
         own,
         "FLOP/s",
-        _scaled(own, {"T": 1e12, "G": 1e9, "M": 1e6}),
+        scaled(own, {"T": 1e12, "G": 1e9, "M": 1e6}),
         note,
         HOW["flops"],
+        "higher",
     )
     if peak is not None:
         text = f"{100 * own / peak:.1f} %"
         yield Figure(
-            "mfu", "Utilization (MFU)", own / peak, "of the peak", text, device, HOW["flops"]
-        )
+            "mfu", "Utilization (MFU)", own / peak, "of the peak", text, device, HOW["flops"], "higher"
+        )  # fmt: skip
 
 
 def _unit(run: RunRecord) -> str:
@@ -198,14 +223,21 @@ def summary_data(run: RunRecord) -> dict[str, Any]:
     data: dict[str, Any] = {
         "run": run.name,
         "figures": {f.name: {"value": f.value, "unit": f.unit, "how": f.how} for f in figures(run)},
+        "advice": _advice(run),
+        "resumes": resumes(run),
     }
     if not run.traces:
         return data
     data["steps"] = common_steps(run.traces)
     data["ranks"] = [trace.rank for trace in run.traces]
     data["clock_error_ns"] = clock_error_ns(run.traces)
-    data["time"] = {"how": HOW["time"], "kinds": _shares(run.traces)}
+    data["time"] = {
+        "how": HOW["time"],
+        "step_ns": step_ns(run.traces),
+        "kinds": _shares(run.traces),
+    }
     for name, listed, found in (
+        ("waits", "units", waits(run.traces)),
         ("units", "units", unit_costs(run.traces)),
         ("stalls", "ranks", stalls(run.traces)),
         ("memory", "peaks", peaks(run.traces)),
@@ -219,11 +251,17 @@ def _shares(traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
     return [{**share._asdict(), "kind": share.kind.value} for share in shares(traces)]
 
 
-def page_data(run: RunRecord) -> dict[str, Any]:
-    """Return everything that the page shows."""
+def _advice(run: RunRecord) -> list[dict[str, Any]]:
+    return [{"rule": each.rule, "text": each.text, "gain": each.gain} for each in verdict(run)]
+
+
+def page_data(run: RunRecord, *, refresh_s: int | None = None) -> dict[str, Any]:
+    """Return everything that the page shows. refresh_s: after how many seconds it loads itself again."""
     data: dict[str, Any] = {
         "name": run.name,
         "facts": facts(run),
+        "advice": _advice(run),
+        "refresh_s": refresh_s,
         "figures": [figure._asdict() for figure in figures(run)],
         "about": about(run),
         "options": options(run),
@@ -244,6 +282,7 @@ def page_data(run: RunRecord) -> dict[str, Any]:
         "shares": _shares(traces),
         "units": [cost._asdict() for cost in unit_costs(traces)],
         "stalls": [each._asdict() for each in stalls(traces)],
+        "waits": _waits(traces),
         "peaks": [peak._asdict() for peak in peaks(traces)],
         "kinds": [kind.value for kind in Kind],
         "communication": [kind.value for kind in Kind if kind.is_communication],
@@ -252,6 +291,17 @@ def page_data(run: RunRecord) -> dict[str, Any]:
         "ranks": [_rank_data(trace) for trace in aligned(traces)],
     }
     return data
+
+
+def _waits(traces: Sequence[RankTrace]) -> dict[str, Any] | None:
+    if len(traces) < 2:
+        return None
+    found = waits(traces)
+    return {
+        "lead": waiting_lead(traces),
+        "ranks": [trace.rank for trace in traces],
+        "units": [wait._asdict() for wait in found[:_MOST_WAITS]],
+    }
 
 
 def facts(run: RunRecord) -> list[str]:
@@ -269,7 +319,7 @@ def facts(run: RunRecord) -> list[str]:
     elif traces:
         said.append(f"{traces[0].num_ranks} ranks on {traces[0].device.split(':')[0]}")
     if run.metrics:
-        said.append(f"{len(run.metrics)} steps")
+        said.append(f"{len(run.metrics)} step{'s' if len(run.metrics) > 1 else ''}")
     if marks := not_finite(run.metrics):
         others = f" and {len(marks) - 1} more" if len(marks) > 1 else ""
         said.append(f"not finite: {marks[0][1]} in step {marks[0][0]}{others}")
@@ -314,32 +364,26 @@ def _option(value: Any) -> str:
     return str(value) or "none"
 
 
-def nanoseconds(value: float) -> str:
-    """Write a duration with three digits: 12.3 ms."""
-    return _scaled(value, {"s": 1e9, "ms": 1e6, "µs": 1e3})
-
-
-def nbytes(value: float) -> str:
-    """Write a size with three digits: 12.3 MiB."""
-    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
-    return f"{value:.0f} B" if value < 2**10 else _scaled(value, units)
-
-
-def _scaled(value: float, units: Mapping[str, float]) -> str:
-    """Write a value in the first unit that is not larger, or the last. units: the largest first."""
-    unit = next((unit for unit, size in units.items() if value >= size), [*units][-1])
-    value /= units[unit]
-    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
-
-
 def series(run: RunRecord) -> dict[str, Any] | None:
-    """Return what the charts of steps draw; None if no step is known."""
+    """Return what the charts of steps draw; None if no step is known.
+
+    tokens, elapsed: of the training until each step, in tokens (or bytes) and in seconds of steps.
+    """
     if not run.metrics:
         return None
     steps = common_steps(run.traces) if run.traces else []
     norm = _known(run.metrics, "grad_norm")
+    done = [entry["step"] for entry in run.metrics]
+    seconds = [entry["seconds"] for entry in run.metrics]
+    if run.config is not None:  # a resume does not change how many there are in a step
+        tokens = [step * run.config.tokens_per_step for step in done]
+    else:
+        tokens = [entry["tokens_per_second"] * entry["seconds"] for entry in run.metrics]
+        tokens = list(itertools.accumulate(tokens))
     return {
-        "steps": [entry["step"] for entry in run.metrics],
+        "steps": done,
+        "tokens": tokens,
+        "elapsed": list(itertools.accumulate(seconds)),
         "loss": [entry["loss"] for entry in run.metrics],
         "speed": [entry["tokens_per_second"] for entry in run.metrics],
         "loss_mean": running_mean([entry["loss"] for entry in run.metrics]),
@@ -351,7 +395,25 @@ def series(run: RunRecord) -> dict[str, Any] | None:
         "not_finite": not_finite(run.metrics),
         "traced": [steps[0], steps[-1]] if steps else None,
         "cost": _tracing_cost(run.metrics, steps),
+        "resumes": resumes(run),
     }
+
+
+def resumes(run: RunRecord) -> list[dict[str, Any]]:
+    """Return after which steps the run was resumed, and with which options that it did not have before."""
+    if run.config is None:
+        return []
+    configs = [*(part["options"] for part in run.earlier), run.config]
+    found = []
+    for part, before, after in zip(run.earlier, configs, configs[1:], strict=False):
+        old, new = dataclasses.asdict(before), dataclasses.asdict(after)
+        changed = [
+            f"{name} {_option(old[name])} -> {_option(new[name])}"
+            for name in new
+            if new[name] != old[name]
+        ]
+        found.append({"step": part["until"], "changed": ", ".join(changed)})
+    return found
 
 
 def running_mean(values: Sequence[float], *, weight: float = 0.95) -> list[float]:
@@ -370,19 +432,6 @@ def running_mean(values: Sequence[float], *, weight: float = 0.95) -> list[float
         count = weight * count + 1
         means.append(total / count)
     return means
-
-
-def not_finite(metrics: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
-    """Return each step with a number that is not finite, and which it is: (3, "loss nan, gradient norm inf")."""
-    names = {"loss": "loss", "grad_norm": "gradient norm", "val_loss": "loss held out"}
-    found = []
-    for entry in metrics:
-        said = [
-            f"{names[key]} {entry[key]}" for key in names if not math.isfinite(entry.get(key, 0))
-        ]
-        if said:
-            found.append((entry["step"], ", ".join(said)))
-    return found
 
 
 def _finite(values: Iterable[float]) -> list[float]:

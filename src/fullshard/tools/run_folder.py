@@ -1,7 +1,7 @@
 """The folder of one run, and what is in it.
 
-    config.json      the options (tools/config.py), the fingerprint of the text, and what the numbers
-                     depend on beside them (tools/run_facts.py)
+    config.json      the options (tools/config.py), those of steps before a resume, the fingerprint of the
+                     text, and what the numbers depend on beside them (tools/run_facts.py)
     tokenizer/       a copy of the tokenizer, if there is one
     model.json       a copy of the configuration that --model names, if it does
     metrics.jsonl    one line a step
@@ -43,7 +43,18 @@ class _Facts(TypedDict):
     flops_per_token: int | None
 
 
-class _Kept(TypedDict):
+class Earlier(TypedDict):
+    """Options of the steps up to one, after which the run was resumed, perhaps with others."""
+
+    until: int
+    options: TrainConfig
+
+
+class _MaybeKept(TypedDict, total=False):
+    earlier: list[Earlier]
+
+
+class _Kept(_MaybeKept):
     options: TrainConfig
     corpus: str
 
@@ -145,6 +156,20 @@ class RunFolder:
         facts = self._config_fields().get("facts")
         return dict(facts) if facts else {}
 
+    def read_earlier(self) -> list[Earlier]:
+        """Return the options of before each resume, in the order of steps."""
+        return list(self._config_fields().get("earlier", ()))
+
+    def _earlier_than(self, done: int) -> list[dict[str, Any]]:
+        """Return what `read_earlier` is to give once the run goes on after step `done`."""
+        if not (done and self.config_file.exists()):
+            return []
+        parts = [*self.read_earlier(), Earlier(until=done, options=self.read_config())]
+        # An attempt may have gone back to before another one began, whose options then count no longer.
+        last = next(part for part in parts if part["until"] >= done)
+        kept = [part for part in parts if part["until"] < done] + [{**last, "until": done}]
+        return [{**part, "options": dataclasses.asdict(part["options"])} for part in kept]
+
     def _config_fields(self) -> dict[str, Any]:
         refuse = self._refused(self.config_file)
         fields: dict[str, Any] = read_json(self.config_file, _Kept, refuse)
@@ -180,6 +205,7 @@ class RunFolder:
             self.model_file.write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
         fields = {
             "options": dataclasses.asdict(config),
+            "earlier": self._earlier_than(done),
             "corpus": fingerprint,
             "facts": dict(facts or {}),
         }

@@ -150,6 +150,9 @@ def unit_costs(traces: Sequence[RankTrace]) -> list[UnitCost]:
     return sorted(costs, key=lambda cost: -cost.exposed_ns)
 
 
+COLLECTOR_MATTERS = 0.02  # of a step: it comes in few long runs, each of which all ranks wait for
+
+
 class Stalls(NamedTuple):
     """What holds up one rank beside its own work: runs of the garbage collector, and of its allocator.
 
@@ -192,10 +195,17 @@ def stalls(traces: Sequence[RankTrace]) -> list[Stalls]:
                 max((pause.end - pause.start for pause in pauses), default=0),
                 trace.num_alloc_retries,
                 # Any retry does: the device stands still for it.
-                matters=share >= 0.02 or bool(trace.num_alloc_retries),
+                matters=share >= COLLECTOR_MATTERS or bool(trace.num_alloc_retries),
             )
         )
     return found
+
+
+def starved_ns(traces: Sequence[RankTrace]) -> float:
+    """Return how long a device waits for its host in a step: the mean of ranks; 0 on the CPU."""
+    steps = common_steps(traces)
+    waited = sum(_length(_in_steps(trace, trace.starved, steps)) for trace in traces)
+    return waited / len(steps) / len(traces)
 
 
 class Peak(NamedTuple):
@@ -277,7 +287,7 @@ def aligned(traces: Sequence[RankTrace]) -> list[RankTrace]:
 def _moved(trace: RankTrace, by: int) -> RankTrace:
     spans: dict[str, Any] = {
         name: tuple(span._replace(start=span.start + by, end=span.end + by) for span in found)
-        for name in ("steps", "timeline", "transfers", "pauses")
+        for name in ("steps", "timeline", "transfers", "pauses", "starved")
         for found in (getattr(trace, name),)
     }
     samples = tuple(sample._replace(time=sample.time + by) for sample in trace.samples)

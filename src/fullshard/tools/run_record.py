@@ -1,0 +1,96 @@
+"""What is known of a run, read from its folder, and how its quantities are written.
+
+RUN/metrics.jsonl, config.json, summary.json    what `fullshard train` wrote, as far as it is there
+RUN/trace/rank*.json or RUN/rank*.json          what `fullshard.trace` wrote, if anything
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fullshard.plan.trace import RankTrace, TraceError, read_traces
+from fullshard.tools.config import OptionError, TrainConfig
+from fullshard.tools.run_folder import Earlier, RunFolder
+from fullshard.tools.trace_metrics import common_steps, peaks, step_ns
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """What is known of a run.
+
+    traces: in order of ranks, perhaps not of all. facts: see `run_facts`. earlier: options before resumes.
+    """
+
+    name: str
+    config: TrainConfig | None
+    metrics: list[dict[str, Any]]
+    summary: dict[str, Any] | None
+    traces: list[RankTrace]
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    earlier: list[Earlier] = dataclasses.field(default_factory=list)
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read a run folder or a folder of traces.
+
+    Raises OptionError if it holds neither, TraceError for a trace that cannot be read.
+    """
+    folder = RunFolder(path)
+    traces = read_traces(folder.trace_folder) or read_traces(path)
+    if traces and not common_steps(traces):
+        raise TraceError(
+            f"{path}: its ranks have no step in common, so they cannot be compared. Record again."
+        )
+    if traces and (step_ns(traces) <= 0 or not peaks(traces)):
+        raise TraceError(
+            f"{path}: its steps have no time, or no memory was looked at. Record again."
+        )
+    is_run = folder.config_file.exists()
+    metrics = folder.metrics()
+    if not (traces or metrics):
+        raise OptionError(
+            f"{path}: holds neither metrics.jsonl nor rank*.json, so there is nothing to report. "
+            "Name a folder that `fullshard train` or `fullshard.trace` wrote."
+        )
+    return RunRecord(
+        path.resolve().name,
+        folder.read_config() if is_run else None,
+        metrics,
+        folder.read_summary(),
+        traces,
+        folder.read_facts() if is_run else {},
+        folder.read_earlier() if is_run else [],
+    )
+
+
+def not_finite(metrics: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
+    """Return each step with a number that is not finite, and which it is: (3, "loss nan, gradient norm inf")."""
+    names = {"loss": "loss", "grad_norm": "gradient norm", "val_loss": "loss held out"}
+    found = []
+    for entry in metrics:
+        said = [
+            f"{names[key]} {entry[key]}" for key in names if not math.isfinite(entry.get(key, 0))
+        ]
+        if said:
+            found.append((entry["step"], ", ".join(said)))
+    return found
+
+
+def nanoseconds(value: float) -> str:
+    """Write a duration with three digits: 12.3 ms."""
+    return scaled(value, {"s": 1e9, "ms": 1e6, "µs": 1e3})
+
+
+def nbytes(value: float) -> str:
+    """Write a size with three digits: 12.3 MiB."""
+    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+    return f"{value:.0f} B" if value < 2**10 else scaled(value, units)
+
+
+def scaled(value: float, units: Mapping[str, float]) -> str:
+    """Write a value in the first unit that is not larger, or the last. units: the largest first."""
+    unit = next((unit for unit, size in units.items() if value >= size), [*units][-1])
+    value /= units[unit]
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
