@@ -59,7 +59,7 @@ def test_a_neighbour_that_dies_is_named_at_once_and_one_that_is_asked_to_end_is_
         board.note_processes({rank: ranks[rank].pid for rank in ways})
         end(2, 3, 1)
         text = said.get(timeout=10)
-        assert f"rank 1 (pid {ranks[1].pid}) was killed by SIGKILL" in text
+        assert f"rank 1 (pid {ranks[1].pid}) died, killed by SIGKILL" in text
         # The lowest rank that is left says it.
         board.note_processes({-1: ranks[-1].pid})
         end(4)

@@ -343,7 +343,7 @@ def how_ended(code: int | None) -> str:
         return f"ended without a word, with exit code {code}"
     name = signal.Signals(-code).name
     why = " (often by the system, for lack of host memory: see dmesg)" if name == "SIGKILL" else ""
-    return f"was killed by {name}{why}"
+    return f"died, killed by {name}{why}"
 
 
 def out_of_reach(label: str, own_rank: int, words: str, *, has_store: bool) -> CommError:

@@ -106,12 +106,14 @@ class WaitReporter:
         """Whether a lower rank waits in the same, whose report is enough for all."""
         if self._record is None:
             return False
-        lower = [rank for rank in self._record.ranks if rank < dist.get_rank()]
+        board = watchdog().board
+        # What ranks out of reach have posted may no longer be true.
+        lower = {rank for rank in self._record.ranks if rank < dist.get_rank()} - board.unreached
         return any(
             each.state is State.WAITS
             and each.where == self._label
             and self._record.key in each.waited
-            for each in watchdog().board.read(lower).values()
+            for each in board.read(lower).values()
         )
 
     def end(self, late: Collection[int]) -> CommError:
