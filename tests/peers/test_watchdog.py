@@ -64,7 +64,6 @@ def test_a_neighbour_that_dies_is_named_at_once_and_one_that_is_asked_to_end_is_
         board.note_processes({-1: ranks[-1].pid})
         end(4)
         assert ranks[4].wait(10) == 5
-        end(-1)
-        ranks[-1].wait(10)
         watchdog()._ended.wait(1.0)
         assert said.empty()
+        end(-1)
