@@ -23,6 +23,7 @@ _PROC = Path("/proc")
 _GROUPS = Path("/sys/fs/cgroup")
 _BOOT_ID = "sys/kernel/random/boot_id"
 _LISTENS = "0A"  # a state, in the kernel's tables of sockets
+_EXIT_CODE = 49  # in /proc/PID/stat, counted from the state
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR, from linux/sockios.h
 
 
@@ -85,6 +86,15 @@ def process_state(pid: int) -> str:
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
+
+
+def exit_code(pid: int) -> int | None:
+    """Return how a process of this host ended whose parent has not asked yet, negative for a signal; None if that is unknown."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if fields[0] in "ZX":
+            return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE]))
+    return None
 
 
 def is_running(pid: int) -> bool:

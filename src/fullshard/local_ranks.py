@@ -11,6 +11,8 @@ import torch
 LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
 """Environment variable that tells a rank whose child it must be."""
 
+_launchers: list[int | None] = []  # of this process
+
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
@@ -38,8 +40,14 @@ def die_with_launcher(launcher_pid: int | None) -> None:
     Without effect where there is no prctl (not Linux). `launcher_pid` closes the gap before the
     call: a launcher that is already gone is no longer the parent.
     """
+    _launchers.append(launcher_pid)
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if launcher_pid is not None and os.getppid() != launcher_pid:
         sys.exit(1)
+
+
+def is_launched_here() -> bool:
+    """Return whether a launcher of fullshard's started this rank, which says how ranks end."""
+    return bool(_launchers)

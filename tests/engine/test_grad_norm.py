@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,9 +31,10 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import SGD
 
 from fullshard.errors import StateError
+from fullshard.optim import grad_norm
 from tests.api import Api
 from tests.fsdp1.models import CPU, quiet
-from tests.harness import mesh_of, on_ranks, world_size
+from tests.harness import mesh_of, on_ranks, rank, world_size
 from tests.models import UnevenMLP
 from tests.selection import one_way, repeats
 from tests.training import (
@@ -360,3 +363,19 @@ def test_dtypes_may_be_mixed(api: Api) -> None:
         parameter.grad = torch.full_like(parameter, 2.0) if parameter.numel() else None
     norm = api.clip_grad_norm_(model.parameters(), 1e9)
     torch.testing.assert_close(norm, expected)
+
+
+@on_ranks(2)
+@pytest.mark.ours("says nothing")
+def test_a_norm_that_is_not_finite_is_mentioned_once_on_one_rank(api: Api) -> None:
+    model, _ = _sharded_after_backward(api)
+    said: list[str] = []
+    with mock.patch.object(grad_norm.logger, "warning", lambda text, *_: said.append(text)):
+        api.clip_grad_norm_(model.parameters(), 1.0)
+        assert not said
+        if rank() == 1:
+            next(model.parameters()).grad.to_local().fill_(math.nan)
+        for _ in range(2):
+            assert api.clip_grad_norm_(model.parameters(), 1.0).isnan()
+    assert len(said) == (1 if rank() == 0 else 0)
+    assert not said or "FULLSHARD_DEBUG=nan" in said[0]

@@ -183,6 +183,8 @@ def test_what_one_rank_does_is_said_on_the_other(name: str) -> None:
     plan, where, remedy = OF_RANKS[name]
     ending = endings_of(plan)[0]
     said = " ".join(ending.text.split())
+    # As the system told it, where nobody had waited for the process yet.
+    said = re.sub(r"died, killed by SIGKILL \(.*?\)", "died or left without a word", said)
     assert ending.kinds[0] == name, ending.words
     assert where in said
     assert remedy in said

@@ -46,6 +46,7 @@ from tests.errors.models import (
     step,
 )
 from tests.faults.job import Plan
+from tests.fresh import in_warm_forks
 from tests.harness import on_ranks, rank
 
 pytestmark = pytest.mark.apis("peer_memory")
@@ -763,3 +764,26 @@ def test_a_trace_says_where_the_time_of_each_unit_goes(api: Api, tmp_path: Path)
     assert {"wait for all-gather", "fence", "optimizer", "other"} <= shares.keys()
     assert sum(shares.values()) == pytest.approx(1)
     assert [each["rank"] for each in metrics["stalls"]["ranks"]] == [0, 1]
+
+
+# Beside the table  environment variable RANK expected, but not set
+
+
+def test_a_script_without_ranks_is_told_how_to_start_them() -> None:
+    program = """
+import os, torch
+from torch import nn
+for name in ("RANK", "WORLD_SIZE"):
+    os.environ.pop(name, None)
+from fullshard import FullyShardedDataParallel, fully_shard
+for shard in (fully_shard, FullyShardedDataParallel):
+    try:
+        shard(nn.Linear(2, 2))
+    except ValueError as error:
+        print(error)
+"""
+    (done,) = in_warm_forks(program)
+    by_call, by_wrapper = done.out.splitlines()
+    assert "environment variable RANK expected, but not set" in by_call  # as PyTorch says it
+    assert "Default process group has not been initialized" in by_wrapper
+    assert all("torchrun --nproc-per-node 2" in each for each in (by_call, by_wrapper))

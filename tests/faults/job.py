@@ -386,6 +386,14 @@ def _stop(job: Job) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def _terminate(_: Job) -> None:
+    """End all ranks, this one at last."""
+    pids = watchdog().board.processes(range(dist.get_world_size()))
+    for pid in sorted(pids.values(), key=lambda pid: pid == os.getpid()):
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(0.05)
+
+
 def _barrier_unjudged(_: Job) -> None:
     watchdog()._judge = lambda *_: None  # type: ignore[method-assign]
     dist.barrier()
@@ -411,6 +419,7 @@ BETWEEN_STEPS: dict[str, Callable[[Job], Any]] = {
     "other_call": _count,
     "kill": _kill,
     "stop": _stop,
+    "terminate": _terminate,
     "exit": lambda _: sys.exit(3),
     "exit_at_once": lambda _: os._exit(5),
     "sleep": lambda _: time.sleep(1000),

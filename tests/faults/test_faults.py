@@ -154,12 +154,19 @@ def test_a_rank_that_stalls_is_given_up_with_what_it_does(fault: str, path: str,
     assert said in waiting.text
 
 
+def test_ranks_that_are_asked_to_end_say_nothing() -> None:
+    """They end one after the other, as by torchrun."""
+    endings = run(Plan("terminate", size=3), LIMIT_S)
+    assert [each.exit_code for each in endings] == [-15, -15, -15]
+    assert [each.stderr for each in endings] == ["", "", ""]
+
+
 def test_a_call_that_fails_as_others_raise_is_explained_below_its_error() -> None:
     """It was not to raise by itself yet, as on a busy machine, and the others' ends break its call."""
     (first, late) = run(Plan("barrier_unjudged", "hosts"), LIMIT_S)
     assert first.kinds[0] == "DivergenceError"
     assert late.kinds[0] == "RuntimeError", late.words
-    assert f"that call failed because ranks part: {first.text}" in late.stderr
+    assert f"the call above failed because of this: {first.text}" in late.stderr
 
 
 def test_a_rank_of_another_host_that_is_stopped_is_not_lost() -> None:

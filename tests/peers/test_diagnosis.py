@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.errors import DivergenceError, FullshardError, PeerLostError
-from fullshard.peers.diagnosis import Names, describe_difference, describe_stuck, find_stuck, loss
+from fullshard.peers.diagnosis import (
+    Names,
+    describe_difference,
+    describe_end,
+    describe_stuck,
+    find_stuck,
+    loss,
+)
 from fullshard.peers.status import STEADY_BEATS, GroupCounts, RankStatus, State, Verdict
 
 
@@ -161,13 +169,13 @@ def test_ranks_that_ended_in_order_did_not_end_together_and_others_are_lost() ->
     entered = {1: "step 3, forward: a", 2: ""}
 
     def lost(*words: RankStatus | None) -> FullshardError:
-        return loss(dict(enumerate(words, 1)), entered, "b: all-gather").error
+        return loss(dict(enumerate(words, 1)), {}, entered, "b: all-gather").error
 
     assert isinstance(lost(ended), DivergenceError)
     for error in (lost(None), lost(failed), lost(ended, None)):
         assert isinstance(error, PeerLostError)
     text = str(lost(failed, None))
-    for part in ("rank 1 ended (step 3, forward) with KeyError", "rank 2 died", "ranks 1, 2 in b:"):
+    for part in ("rank 1 ended (step 3, forward) with KeyError", "rank 2 died", "ranks 1, 2 at b:"):
         assert part in text
     assert ": step 3, forward: a." in str(lost(None))
     # Who is about to raise an error for all is quoted, whatever happened to the others.
@@ -175,6 +183,30 @@ def test_ranks_that_ended_in_order_did_not_end_together_and_others_are_lost() ->
     assert isinstance(lost(None, told), DivergenceError)
     told = replace(told, verdict=Verdict("A rank died.", is_loss=True))
     assert isinstance(lost(None, told), PeerLostError)
+
+
+def test_an_end_is_told_unless_the_rank_had_finished_or_was_asked_to() -> None:
+    ended = RankStatus(1, State.ENDED, moment="step 3, forward")
+    failed = replace(ended, error="KeyError: 'x'")
+    told = replace(failed, verdict=Verdict("Ranks took different paths."))
+
+    def said(code: int | None, words: RankStatus | None) -> str:
+        return describe_end(1, 4711, code, words, "step 3, forward: a", (0, "step 3, forward: b"))
+
+    for code in (0, -signal.SIGTERM, -signal.SIGINT):
+        assert said(code, None) == ""
+    for words in (ended, told):
+        assert said(0, words) == said(None, words) == ""
+    for code, how in ((-9, "SIGKILL"), (-11, "SIGSEGV"), (3, "exit code 3"), (None, "died")):
+        for part in (
+            "rank 1 (pid 4711)",
+            how,
+            "step 3, forward: a. Rank 0 is at: step 3",
+            "from 1",
+        ):
+            assert part in said(code, None)
+    assert "KeyError: 'x'" in said(1, failed)
+    assert "SIGSEGV" in said(-11, ended)  # after its program
 
 
 def test_the_remedy_follows_from_what_differs() -> None:

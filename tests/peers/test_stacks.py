@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from fullshard.errors import DivergenceError
-from fullshard.peers.stacks import line_in_program, raise_in, runs_program_beside
+from fullshard.peers import stacks
+from fullshard.peers.stacks import line_in_program, raise_in, runs_program_beside, shown_stack
 from tests.autograd_thread import waiting_for_backward
 
 
@@ -89,3 +94,46 @@ def test_an_error_reaches_a_thread_with_its_words(
 
 def test_a_frame_without_any_line_of_the_program_has_none() -> None:
     assert line_in_program(None) == ""
+
+
+def _frames_at(call: Callable[[Callable[[], object]], object]) -> types.FrameType:
+    """Return the innermost frame of what a call runs."""
+    frames: list[types.FrameType] = []
+    call(lambda: frames.append(sys._getframe()))
+    return frames[0]
+
+
+def test_a_stack_shows_the_program_and_folds_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = torch.nn.Linear(1, 1)
+
+    def in_libraries(run: Callable[[], object]) -> None:
+        layer.register_forward_pre_hook(lambda *_: run() and None)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(layer, torch.ones(1)).result()
+
+    frame = _frames_at(in_libraries)
+    shown = shown_stack(frame)
+    assert len([line for line in shown if line.startswith("  File")]) == 2  # the two lambdas
+    (folded,) = [line for line in shown if "..." in line]
+    assert "of Python and torch" in folded
+    monkeypatch.setattr(stacks, "shows_all_frames", True)
+    assert len(shown_stack(frame)) > 6
+    assert shown_stack(None) == ()
+
+
+def test_a_call_is_named_and_not_a_decorator_around_it() -> None:
+    def decorated(function: Callable[[], object]) -> Callable[[], object]:
+        def inner_func() -> object:
+            return function()
+
+        return inner_func
+
+    def all_reduce() -> types.FrameType:
+        return sys._getframe()
+
+    for code, expected in (
+        (decorated(all_reduce).__code__, True),
+        (torch.distributed.all_reduce.__code__, True),  # torch's own, of a decorator
+        (inspect.unwrap(torch.distributed.all_reduce).__code__, False),
+    ):
+        assert stacks._is_wrapper(code) == expected

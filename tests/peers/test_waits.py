@@ -85,6 +85,22 @@ def test_a_process_is_not_taken_for_gone_where_no_file_can_be_opened(
     assert not host.is_running(dead)
 
 
+@pytest.mark.parametrize(("how", "code"), [("kill -9 $$", -9), ("exit 3", 3)])
+def test_how_a_process_ended_is_known_until_somebody_has_waited_for_it(how: str, code: int) -> None:
+    process = subprocess.Popen(["sh", "-c", f"read line; {how}"], stdin=subprocess.PIPE)
+    board = StatusBoard(0, 2)
+    board.note_processes({1: process.pid})
+    assert board.exited([1]) == set()
+    assert board.exit_code(1) is None
+    process.stdin.close()
+    assert board.wait_for_exit([1], 10.0) or board.wait_for_exit([1], 10.0) == {1}  # first woken
+    assert host.exit_code(process.pid) == board.exit_code(1) == code
+    process.wait()
+    assert host.exit_code(process.pid) is None
+    assert board.exit_code(1) == code
+    board.close()
+
+
 @pytest.mark.parametrize(
     ("container", "lost"), [("boot pid:[1] 0", [1]), ("boot pid:[2] 0", [])], ids=["same", "other"]
 )
@@ -125,3 +141,26 @@ def test_a_rank_that_was_killed_is_named_outside_of_passes(first: bool) -> None:
     assert killed.fate is Fate.DIED
     assert waiting.error[0] == "PeerLostError", waiting.text
     assert f"rank {1 - first} died" in waiting.text
+
+
+def _wait_for_the_last() -> list[str]:
+    """Wait for rank 2, as two ranks do; return what this rank reports."""
+    model = fullshard.fully_shard(nn.Linear(8, 8))
+    model(torch.ones(2, 8)).sum().backward()
+    reports: list[str] = []
+    waits._SLOW_S, waits._LONGER = 2.0 + rank(), 1.5
+    waits.logger.warning = lambda _, text: reports.append(text)  # type: ignore[method-assign]
+    if rank() == 2:
+        time.sleep(3.8)
+    model(torch.ones(2, 8)).sum().backward()
+    return reports
+
+
+def test_one_rank_reports_who_is_late_and_says_it_once() -> None:
+    first, second, late = run_fresh(3, _wait_for_the_last)
+    assert second.value == late.value == [], second
+    whole, again = first.value
+    assert "time.sleep(3.8)" in whole
+    assert " frames of " in whole  # of libraries
+    assert "for rank 2, alive but not here yet. Nothing has changed." in again
+    assert "\n" not in again

@@ -18,11 +18,9 @@ import functools
 import logging
 import mmap
 import os
-import select
 import sys
 import time
 import weakref
-from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -46,7 +44,9 @@ _CONTROL_NBYTES = _COUNTERS_NBYTES + flight_record.NBYTES + status_board.NBYTES
 _SPIN_S = 50e-6
 _YIELD_S = 2e-3
 _LATE_S = 0.05  # of waiting, after which a peer counts as far behind, and is looked after
-_FILES = 2  # of a rank that shares memory: to offer it, and to map it
+_FILES = (
+    3  # of a rank that shares memory: to offer it, to map it, and to stop waiting for others' ends
+)
 _LIVENESS_S = 0.1  # between two checks whether peers still live, which are system calls
 # Backends that have no processes behind their ranks, who could never agree on anything.
 WITHOUT_PROCESSES = {"fake"}
@@ -100,7 +100,6 @@ class SharedMemory:
         self.rank, self.size = group.rank(), group.size()
         self.timeout_s = timeout_s(group)
         self._name = group.group_name
-        self._pidfds: dict[int, int] = {}  # of other ranks, by their global numbers
         nbytes = self.size * _CONTROL_NBYTES
         fd, host_id, problem = -1, "", _platform_problem()
         files = None if has_watchdog() else _files()
@@ -120,11 +119,9 @@ class SharedMemory:
             try:
                 if problem is None:
                     control = _open_peer_file(ranks[0].pid, ranks[0].control_fd, nbytes)
-                    for peer in ranks:
-                        if peer.rank != mine.rank:
-                            # A peer that lives waits in the exchange below, so its pid has not gone to
-                            # another process.
-                            self._pidfds[peer.rank] = os.pidfd_open(peer.pid)
+                # A peer that lives waits in the exchange below, so its pid has not gone to another process.
+                if pids := _processes_here(mine, ranks):
+                    watchdog().board.note_processes(pids)
             except OSError as error:
                 problem = f"rank {dist.get_rank()} cannot open a peer's memory: {error}"
             problems = [each for each in exchange(problem, group) if each is not None]
@@ -143,11 +140,6 @@ class SharedMemory:
         self._arrivals = 0
         # With more ranks than cores, spinning would keep the rank that is waited for from running.
         self._spin_s = _SPIN_S if self.size <= (os.cpu_count() or 1) else 0.0
-        self._exits = select.poll()
-        for pidfd in self._pidfds.values():
-            self._exits.register(pidfd, select.POLLIN)
-        # Started now, while all ranks are here.
-        watchdog().board.note_processes(self.pids)
 
     @functools.cached_property
     def record(self) -> FlightRecord:
@@ -155,13 +147,6 @@ class SharedMemory:
         made = FlightRecord(self.rank, self.slots.ranks, self._entries, self._name)
         made.slots = self.slots
         return made
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # modules may be gone first
-        for pidfd in getattr(self, "_pidfds", {}).values():
-            try:  # noqa: SIM105
-                close(pidfd)
-            except OSError:
-                pass
 
     def allocate(self, nbytes: int, label: str, detail: str = "") -> memoryview:
         """Map zeroed memory that all ranks share. Every rank must call it with the same size.
@@ -285,10 +270,10 @@ class SharedMemory:
         """Raise PeerLostError if a rank that has not arrived has exited, or given up as it lost another."""
         # First who has exited, then what their counters say, which are final then. In the other
         # order, a rank that arrives and exits in between would be taken for lost.
-        ready = {pidfd for pidfd, _ in self._exits.poll(0)}
+        exited = watchdog().board.exited(self.pids)
         # A rank that arrived before it exited has done its part; only late ones are missed.
         late = self._late(counter, value)
-        missed = {rank for rank in late if self._pidfds.get(rank) in ready}
+        missed = exited.intersection(late)
         for rank in late:
             status = self.slots.read(rank)
             if status is not None and status.verdict is not None and status.verdict.is_loss:
@@ -378,6 +363,12 @@ def _check_files(introductions: list[_Introduction]) -> None:
                     f"the others, {for_store} of them for the store that the ranks met in. Raise its limit on open "
                     "files (ulimit -n), and start again."
                 )
+
+
+def _processes_here(mine: _Introduction, ranks: list[_Introduction]) -> dict[int, int]:
+    """Return the processes of ranks of this host, by global ranks; none if some of them live in one process."""
+    here = {peer.rank: peer.pid for peer in ranks if peer.host == mine.host and not peer.problem}
+    return here if len({*here.values()}) == len(here) else {}
 
 
 def _common_problem(introductions: list[_Introduction]) -> str | None:

@@ -11,6 +11,7 @@ from fullshard.compare.recording import Recording
 from fullshard.engine.checks.finite import FiniteHunt
 from fullshard.engine.checks.path import StepChecks
 from fullshard.errors import ShardingError
+from fullshard.peers import stacks
 
 
 class debug:  # noqa: N801  (called like a function, and used as a context manager)
@@ -78,6 +79,7 @@ def _from_environment(value: str) -> None:
             f"FULLSHARD_DEBUG={value}: {', '.join(sorted(unknown))} is none of 1, steps, nan."
         )
     if asked:
+        stacks.shows_all_frames = True
         debug(steps=bool(asked & {"1", "steps"}), nan="nan" in asked)
 
 

@@ -289,7 +289,9 @@ class Iteration:
         if self._gathers:
             self._watch.begin_pass(is_training=is_training)
         if self._gathers:
-            self.fence("before forward")  # until here peers may have written to their shards
+            self.fence(
+                "barrier before forward"
+            )  # until here peers may have written to their shards
             self._is_fenced = True
         self._begun = self.units[0].runtime.record() if self.units else None
 
@@ -591,7 +593,7 @@ class Iteration:
                     unit.settle()
                     unit.finish_reading()
         self.finalization.end()
-        self.fence("after backward")  # from here on the optimizers of all ranks may write
+        self.fence("barrier after backward")  # from here on the optimizers of all ranks may write
         self._path.begin(StepPhase.BETWEEN)
         self._unused.check(self.units)
         for watcher in tuple(watchers):

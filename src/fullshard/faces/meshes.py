@@ -128,7 +128,7 @@ def default_mesh(dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
     has a process group of its own, and each group its own memory, connections and flight record.
     """
     if not dist.is_initialized():
-        dist.init_process_group()
+        _init_process_group()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = accelerator.type if accelerator is not None else "cpu"
     world = default_group()
@@ -138,6 +138,19 @@ def default_mesh(dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
         mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=dim_names)
         _default_meshes[device_type, dim_names] = weakref.ref(world), weakref.ref(mesh)
     return mesh
+
+
+HOW_TO_START = "Ranks are started by torchrun --nproc-per-node 2 train.py, or by fullshard.launch(train, ranks=2) in a notebook."
+
+
+def _init_process_group() -> None:
+    """Do what torch's FSDP does without a group, and say in its error how ranks are started if this is none."""
+    try:
+        dist.init_process_group()
+    except ValueError as error:
+        if "RANK expected" in str(error):
+            error.args = (f"{error}. {HOW_TO_START}",)
+        raise
 
 
 # The default group that each was made for, and the mesh. Neither is kept alive.

@@ -23,6 +23,7 @@ from fullshard.engine.params.form import UnitMesh
 from fullshard.engine.params.managed import owner_of, said_grad_dtype
 from fullshard.errors import MeshError, ShardingError, StateError, UnsupportedError
 from fullshard.faces.meshes import (
+    HOW_TO_START,
     DDPMeshInfo,
     FSDPMeshInfo,
     HSDPMeshInfo,
@@ -208,7 +209,7 @@ def _default_group() -> dist.ProcessGroup:
     if not dist.is_initialized():
         raise ShardingError(
             "Default process group has not been initialized: call "
-            "torch.distributed.init_process_group before wrapping modules, or pass a group."
+            f"torch.distributed.init_process_group before wrapping modules, or pass a group. {HOW_TO_START}"
         )
     group: dist.ProcessGroup = default_group()
     return group

@@ -1,6 +1,7 @@
 """Clip gradients by their norm over all ranks."""
 
 import functools
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -16,6 +17,8 @@ from fullshard.engine.params.flat import FlatHolder
 from fullshard.engine.params.managed import manager_of, owner_of
 from fullshard.errors import StateError
 from fullshard.torch_private import DTensorSpec, StridedShard
+
+logger = logging.getLogger("fullshard")
 
 Groups = tuple[dist.ProcessGroup, ...]
 
@@ -74,15 +77,29 @@ def clip_grad_norm_(
         norm = nn.utils.get_total_norm(counted, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise StateError(
-            f"The gradients' norm of order {norm_type} is {norm.item()}. Look for the first loss "
-            "that is not finite, or pass error_if_nonfinite=False to go on."
+            f"The gradients' norm of order {norm_type} is {norm.item()}. Run with FULLSHARD_DEBUG=nan "
+            "to see where the first value is not finite, or pass error_if_nonfinite=False to continue."
         )
+    # Of the CPU's alone: to know another device's, the host would have to wait for it.
+    is_here = type(norm) is torch.Tensor and norm.device.type == "cpu"
+    if is_here and not torch.compiler.is_compiling() and not math.isfinite(norm):
+        _mention_debug(norm_type)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parts in by_groups.values():
         grads = [part.grad for part in parts if part.grad is not None]
         if grads:
             torch._foreach_mul_(grads, scale.to(grads[0].device))
     return norm
+
+
+@functools.cache  # once
+def _mention_debug(norm_type: float) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning(
+            "The gradients' norm of order %s is not finite, on all ranks. Run again with FULLSHARD_DEBUG=nan to see in "
+            "which module, on which rank, the first value was not.",
+            norm_type,
+        )
 
 
 def _norm_over_ranks(

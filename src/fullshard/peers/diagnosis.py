@@ -21,6 +21,7 @@ all its ranks have issued may still be moving bytes. Neither is ever called stuc
 """
 
 import itertools
+import signal
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from fullshard.errors import CommError, PeerLostError
 from fullshard.peers.paths import (
     Event,
     by_text,
+    counting,
     first_difference,
     name_ranks,
     said,
@@ -35,9 +37,12 @@ from fullshard.peers.paths import (
 )
 from fullshard.peers.status import STEADY_BEATS, RankStatus, State, Tails, Verdict
 
+_ASKED_TO_END = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 _NAMES_SHOWN = 6  # parameters in a message
 _RESTART = "The cause is in that rank's own output; restart from the last checkpoint."
-_LEAVE_TOGETHER = "Let every rank run as many steps, and leave together; one that has run out of data has to tell the others."
+_LEAVE_TOGETHER = (
+    "Run the same number of steps on every rank: one that runs out of data has to tell the others."
+)
 
 
 # Ranks that differ
@@ -68,7 +73,7 @@ def describe_difference(
         _in_models(names, trails),
         _remedy({text.partition(": ")[2] for text in entries.values()}),
     ]
-    return " ".join(filter(None, sentences))
+    return counting(" ".join(filter(None, sentences)))
 
 
 def describe_lines(lines_of: dict[int, Sequence[str]]) -> str:
@@ -241,10 +246,10 @@ def describe_still(statuses: Mapping[int, RankStatus], world_size: int, seconds:
     if not are_all_still or not any(each.is_blocked for each in statuses.values()):
         return ""
     seen = said({rank: str(each) for rank, each in statuses.items()})
-    return (
-        f"No rank has moved for {seconds:.0f} s: {seen}. A rank that runs may wait for its device, and that for another rank. "
-        "If none of them computes, let every rank make the same calls in the same order; else the process "
-        "group's timeout will end the job."
+    return counting(
+        f"No rank has moved for {seconds:.0f} s: {seen}. A rank that is running may be waiting for its device, and the "
+        "device for another rank. If no rank is computing, let every rank make the same calls in the same order. If they "
+        "do not continue, the process group's timeout ends the job."
     )
 
 
@@ -264,22 +269,30 @@ def describe_stuck(
     gone = {rank for rank in involved if statuses[rank].has_gone}
     seen = said({rank: str(statuses[rank]) for rank in involved})
     if any(statuses[rank].error or statuses[rank].verdict for rank in gone):
-        return f"Ranks wait for {name_ranks(gone)}, which will not come: {seen}. {_RESTART}"
-    if gone:
-        return f"Ranks do not end together: {seen}. {_LEAVE_TOGETHER}"
-    return (
-        f"Ranks wait for each other, and none can go on: {seen}. Let every rank make the same calls "
-        "in the same order. What one rank does alone must not need the others."
-    )
+        text = f"Ranks wait for {name_ranks(gone)}, which will not arrive: {seen}. {_RESTART}"
+    elif gone:
+        text = f"Ranks do not end together: {seen}. {_LEAVE_TOGETHER}"
+    else:
+        text = (
+            f"Ranks wait for each other, and none can continue: {seen}. Let every rank make the same calls "
+            "in the same order. What one rank does alone must not need the others."
+        )
+    return counting(text)
 
 
 # Ranks that are lost
 
 
-def loss(words: Mapping[int, RankStatus | None], entered: Mapping[int, str], label: str) -> Verdict:
+def loss(
+    words: Mapping[int, RankStatus | None],
+    codes: Mapping[int, int | None],
+    entered: Mapping[int, str],
+    label: str,
+) -> Verdict:
     """Return the verdict on ranks that are gone while this one waits for them.
 
-    words: the last of each, None if it has said nothing. entered: the last that each entered; empty if that is unknown.
+    words: the last of each, None if it has said nothing. codes: as `how_ended` takes them. entered: the last that each
+    entered; empty if that is unknown.
     label: what this rank waits in, and when. No loss if they ended in order, or because of something else than one.
     """
     for status in words.values():
@@ -287,13 +300,50 @@ def loss(words: Mapping[int, RankStatus | None], entered: Mapping[int, str], lab
             return Verdict(status.verdict.text, status.verdict.is_loss)
     texts = []
     for rank, status in sorted(words.items()):
-        ended = "died or left without a word" if status is None else str(status)
-        last = f"; the last that it entered: {entered[rank]}" if entered[rank] else ""
+        ended = how_ended(codes.get(rank)) if status is None else str(status)
+        last = f"; its last operation: {entered[rank]}" if entered[rank] else ""
         texts.append(f"rank {rank} {ended}{last}")
-    what = f"{'. '.join(texts)}. Others wait for {name_ranks(words)} in {label}"
+    what = f"{'. '.join(texts)}. Other ranks wait for {name_ranks(words)} at {label}"
     if all(status is not None and not status.error for status in words.values()):
-        return Verdict(f"Ranks do not end together: {what}. {_LEAVE_TOGETHER}")
-    return Verdict(f"{what}. {_RESTART}", is_loss=True)
+        return Verdict(counting(f"Ranks do not end together: {what}. {_LEAVE_TOGETHER}"))
+    return Verdict(counting(f"{what}. {_RESTART}"), is_loss=True)
+
+
+def describe_end(
+    rank: int,
+    pid: int,
+    code: int | None,
+    words: RankStatus | None,
+    entered: str,
+    own: tuple[int, str],
+) -> str:
+    """Say how a rank has ended, before its launcher ends the others; empty if it had finished, or was asked to end.
+
+    code: negative for a signal, None if unknown. words: its last, None if it has said nothing. entered: the last that it
+    entered, empty if unknown. own: the rank that says this, and the last that it entered.
+    """
+    if words is not None and words.verdict is not None:
+        return ""  # it ended because of another rank's
+    if words is not None and words.error:
+        how = str(words)
+    elif code == 0 or code in _ASKED_TO_END or (words is not None and code is None):
+        return ""
+    else:
+        how = how_ended(code)
+    last = f" Its last operation: {entered}." if entered else ""
+    here = f" Rank {own[0]} is at: {own[1]}." if own[1] else ""
+    return counting(f"rank {rank} (pid {pid}) {how}.{last}{here}")
+
+
+def how_ended(code: int | None) -> str:
+    """Say how a process ended that has said nothing. code: negative for a signal, None if unknown."""
+    if code is None:
+        return "died or left without a word"
+    if code >= 0:
+        return f"ended without a word, with exit code {code}"
+    name = signal.Signals(-code).name
+    why = " (often by the system, for lack of host memory: see dmesg)" if name == "SIGKILL" else ""
+    return f"died, killed by {name}{why}"
 
 
 def out_of_reach(label: str, own_rank: int, words: str, *, has_store: bool) -> CommError:
@@ -304,8 +354,7 @@ def out_of_reach(label: str, own_rank: int, words: str, *, has_store: bool) -> C
     if not has_store:
         return PeerLostError(
             f"{label} (rank {own_rank}): a connection broke, and the store that the ranks met in does not "
-            "answer either: rank 0 is gone, if it has made the store (torchrun makes one of its own), or its host "
-            "is out of reach. Look at the output of rank 0 first; restart from the last checkpoint. The backend "
+            "answer either: its host is out of reach, or rank 0 is gone and had made it (torchrun makes its own). Look at the output of rank 0 first; restart from the last checkpoint. The backend "
             f"says: {words}"
         )
     return CommError(

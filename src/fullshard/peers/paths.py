@@ -7,6 +7,7 @@ has found one, the first difference tells where to look.
 
 import enum
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -149,6 +150,14 @@ def by_text(texts: Mapping[int, str]) -> list[tuple[str, str]]:
 def said(texts: Mapping[int, str]) -> str:
     """Return ``rank 0: x; ranks 1, 2: y``: each text once, by the ranks that have it."""
     return "; ".join(f"{ranks}: {text}" for ranks, text in by_text(texts))
+
+
+def counting(text: str) -> str:
+    """Return a message, with what its steps count from if it names one."""
+    if not re.search(r"\bstep \d", text):
+        return text
+    separator = "\n" if "\n" in text else " "  # a stack's last line has no more to it
+    return f"{text}{separator}Steps count from 1."
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

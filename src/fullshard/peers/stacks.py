@@ -33,7 +33,8 @@ _DISTRIBUTED = _TORCH + "distributed" + os.sep
 _BLOCKING = tuple(
     _DISTRIBUTED + name for name in ("distributed_c10d.py", "_functional_collectives.py")
 )
-_WRAPPERS = {"wrapper", "inner", "decorate_context", "fn"}
+# Of decorators, where Python does not tell that a function is one within another (before 3.11).
+_WRAPPERS = {"wrapper", "inner", "inner_func", "decorate_context", "fn"}
 _BETWEEN_TWO = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list"}
 _BETWEEN_TWO |= {"recv_object_list", "_coalescing_manager"}
 # They meet all ranks of the job through the store, which counts nothing.
@@ -41,7 +42,8 @@ _MEETING_ALL = {"new_group", "_new_group_with_tag", "_store_based_barrier", "ini
 # The innermost Python function of a thread that waits for a backward.
 _BACKWARD, _AUTOGRAD = "_engine_run_backward", _TORCH + "autograd" + os.sep
 _PY_SPY_S = 5.0
-_STATES = {"T": "is stopped by a signal (kill -CONT goes on)", "t": "is stopped by a debugger"}
+shows_all_frames = False  # in stacks of ranks that stand still; set by `fullshard.debug`
+_STATES = {"T": "is stopped by a signal (kill -CONT continues it)", "t": "is stopped by a debugger"}
 _STATES |= {"D": "waits for a disk or a file system", "Z": "has ended"}
 
 
@@ -58,9 +60,12 @@ def call_of(frame: types.FrameType | None) -> dict[str, Any] | None:
     waited = (key_of(group),) if isinstance(group, dist.ProcessGroup) else ()
     while frame is not None and _is_in(frame, _TORCH):
         name = frame.f_code.co_name
+        if _is_wrapper(frame.f_code):
+            frame = frame.f_back
+            continue
         names.append(name)
         # The outermost function with a name for users, which the program or fullshard called.
-        if name.isidentifier() and not name.startswith("_") and name not in _WRAPPERS:
+        if name.isidentifier() and not name.startswith("_"):
             public = (
                 f"torch.distributed's {name}" if _is_in(frame, _DISTRIBUTED) else f"torch's {name}"
             )
@@ -77,10 +82,15 @@ def call_of(frame: types.FrameType | None) -> dict[str, Any] | None:
     return {
         "state": State.CALLS,
         "where": f"{name}, for fullshard's {ours}" if ours else name,
-        "op": next(each for each in names if each not in _WRAPPERS),
+        "op": next(iter(names), ""),
         "waited": waited,
         "meets_all": bool(_MEETING_ALL & set(names)),
     }
+
+
+def _is_wrapper(code: types.CodeType) -> bool:
+    """Whether a function is a decorator's, which has no name of interest."""
+    return code.co_name in _WRAPPERS or "<locals>" in getattr(code, "co_qualname", "")
 
 
 def _is_in(frame: types.FrameType, *prefixes: str) -> bool:
@@ -89,9 +99,17 @@ def _is_in(frame: types.FrameType, *prefixes: str) -> bool:
 
 def _is_program(frame: types.FrameType) -> bool:
     """Whether a frame is of the user's program, as far as its file tells."""
-    name = frame.f_code.co_filename
-    is_standard = name.startswith(_STANDARD) and "site-packages" not in name
-    return not (is_standard or name.startswith((_TORCH, _OURS, "<")))
+    return not _library_of(frame.f_code.co_filename, is_strict=False)
+
+
+def _library_of(file: str, *, is_strict: bool = True) -> str:
+    """Return the library that a file is of, "" if it is the user's program. is_strict: also of any installed package."""
+    if file.startswith((_TORCH, _OURS)):
+        return "torch" if file.startswith(_TORCH) else "fullshard"
+    _, is_installed, inside = file.partition(f"site-packages{os.sep}")
+    if is_installed:
+        return inside.partition(os.sep)[0].removesuffix(".py") * is_strict
+    return "Python" * file.startswith((_STANDARD, "<"))
 
 
 def line_in_program(frame: types.FrameType | None) -> str:
@@ -101,6 +119,34 @@ def line_in_program(frame: types.FrameType | None) -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def shown_stack(frame: types.FrameType | None) -> tuple[str, ...]:
+    """Return the lines of a thread's stack, innermost call last: frames of libraries folded into one line each time.
+
+    All frames while `shows_all_frames`; the innermost three where none is the program's.
+    """
+    if frame is None:
+        return ()
+    frames = traceback.extract_stack(frame)
+    last = len(frames) - (1 if any(not _library_of(each.filename) for each in frames) else 3)
+    shown, folded = [], list[str]()
+    for number, each in enumerate(frames):
+        library = _library_of(each.filename)
+        if library and number < last and not shows_all_frames:
+            folded.append(library)
+            continue
+        if folded:
+            shown.append(_folded(folded))
+            folded = []
+        shown += traceback.format_list([each])
+    return tuple(map(str.rstrip, shown))
+
+
+def _folded(libraries: list[str]) -> str:
+    names = [*dict.fromkeys(libraries)]
+    listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return f"  ... {len(libraries)} frame{'s' * (len(libraries) > 1)} of {listed}"
 
 
 def runs_program_beside(thread: int) -> bool:
@@ -159,7 +205,9 @@ def raise_in(thread: int, error: FullshardError) -> None:
 
 def look_at_process(pid: int) -> tuple[str, str]:
     """Return what a process of this host does, and its Python stack or how to get it."""
-    state = _STATES.get(process_state(pid), "lives, and says nothing: it moves, or holds the GIL")
+    state = _STATES.get(
+        process_state(pid), "is alive and reports nothing: it is making progress, or holds the GIL"
+    )
     if (command := shutil.which("py-spy")) is None:
         return state, f" For its stack, install py-spy and run: py-spy dump --pid {pid}"
     try:

@@ -121,13 +121,13 @@ class RankStatus:
         moment = f" ({self.moment})" if self.moment else ""
         at = f" at {self.at}" if self.at else ""
         if self.state is State.LEFT:
-            return f"without its process groups, which were destroyed{moment}"
+            return f"has destroyed its process groups{moment}"
         if self.state is State.ENDED:
             return f"ended{moment}" + (f" with {self.error}" if self.error else "")
         if self.state is State.RUNS:
             return f"running{moment}" + (f",{at}" if at else "")
-        waits = "waiting " * (self.state is State.WAITS)
-        return f"{waits}in {self.where}{moment}" + (f", called{at}" if at else "")
+        where = f"waiting at {self.where}" if self.state is State.WAITS else f"in {self.where}"
+        return f"{where}{moment}" + (f", called{at}" if at else "")
 
     def to_bytes(self, most_nbytes: int) -> bytes:
         """Pickle it into at most so many bytes: with less of the stack, then with less of the rest."""

@@ -12,7 +12,9 @@ checksum of what is in it, written last; what does not fit them is no status, an
 """
 
 import contextlib
+import os
 import pickle
+import select
 import threading
 import time
 import weakref
@@ -93,6 +95,12 @@ class StatusBoard:
             rank, lambda other: self.shown("door", [other], _FIND_S)[other]
         )
         self._processes: dict[int, int | None] = {}  # by rank; None of those of other hosts
+        self._exit_codes: dict[int, int] = {}  # by rank, of those that have ended
+        self._exits: dict[int, int] = {}  # by rank, files that can be read once it has ended
+        self._wakes: int | None = None  # a file that ends a wait for these,
+        self._woken = threading.Event()  # and what does so without one
+        with contextlib.suppress(AttributeError, OSError):  # not on Linux, or too few files
+            self._wakes = os.eventfd(0)
         self._untold: set[int] = set()  # ranks of which all are to know that they have ended
         self._answered = 0  # the last roll call that this rank has answered
         self._answered_at = 0.0
@@ -126,6 +134,10 @@ class StatusBoard:
         """Post nothing more, and close connections, as the end of the process would."""
         self._is_over = True
         self.connections.close()
+        exits, self._exits = self._exits, {}
+        wakes, self._wakes = self._wakes, None
+        for file in (*exits.values(), *(() if wakes is None else (wakes,))):
+            os.close(file)
 
     # What ranks say of themselves
 
@@ -167,8 +179,54 @@ class StatusBoard:
         return len({rank for slots in _slots for rank in slots.ranks}) < self._world_size
 
     def note_processes(self, pids: Mapping[int, int]) -> None:
-        """Note which processes ranks of this host are, as they have told each other."""
+        """Note which processes ranks of this host are, all of which live. Raises OSError if this one may open too few files."""
+        for rank in pids.keys() - self._exits.keys() - {self._rank}:
+            self._exits[rank] = os.pidfd_open(pids[rank])
         self._processes |= pids
+        self.wake()
+
+    @property
+    def neighbours(self) -> set[int]:
+        """Other ranks of this host whose processes were noted."""
+        return {*self._exits}
+
+    def exited(self, ranks: Collection[int]) -> set[int]:
+        """Return those of these neighbours whose processes have ended."""
+        return self._readable(ranks, 0.0)
+
+    def wait_for_exit(self, ranks: Collection[int], limit_s: float) -> set[int]:
+        """Return those of these neighbours whose processes have ended, once there is one, or early after `wake`."""
+        if self._wakes is None:
+            self._woken.wait(limit_s)
+            self._woken.clear()
+            return set()
+        return self._readable(ranks, limit_s, self._wakes)
+
+    def _readable(self, ranks: Collection[int], limit_s: float, *more: int) -> set[int]:
+        files = {file: rank for rank, file in self._exits.copy().items() if rank in ranks}
+        poll = select.poll()
+        for file in (*files, *more):
+            poll.register(file, select.POLLIN)
+        ready = {file for file, _ in poll.poll(limit_s * 1000)}
+        for file in ready.intersection(more):
+            os.eventfd_read(file)
+        return {rank for file, rank in files.items() if file in ready}
+
+    def exit_code(self, rank: int) -> int | None:
+        """Return how a rank's process has ended, negative for a signal; None if it has not, or nobody can tell any more."""
+        pid = self._processes.get(rank)
+        if pid is not None and rank not in self._exit_codes:
+            if (code := host.exit_code(pid)) is None:
+                return None
+            self._exit_codes[rank] = code
+        return self._exit_codes.get(rank)
+
+    def wake(self) -> None:
+        """End `wait_for_exit` in another thread, or the next one."""
+        if self._wakes is None:
+            self._woken.set()
+        else:
+            os.eventfd_write(self._wakes, 1)
 
     def processes(self, ranks: Iterable[int]) -> dict[int, int]:
         """Return the processes of those of these ranks that are on this host, as noted or announced (see `waits`)."""

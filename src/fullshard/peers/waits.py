@@ -38,9 +38,9 @@ from fullshard.peers.flight_record import (
     last_entry_of,
     latest_moment,
 )
-from fullshard.peers.paths import name_ranks
+from fullshard.peers.paths import counting, name_ranks
 from fullshard.peers.stacks import look_at_process
-from fullshard.peers.status import RankStatus
+from fullshard.peers.status import RankStatus, State
 from fullshard.peers.status_board import PROCESS_KEY
 from fullshard.peers.store import store_in_time
 from fullshard.peers.watchdog import watchdog
@@ -78,6 +78,7 @@ class WaitReporter:
         self._started = time.perf_counter()
         self._next_report_s = _SLOW_S
         self._unreached: frozenset[int] = frozenset()  # that have been reported
+        self._reported = ""  # of what late ranks do
 
     def check(self, late: Collection[int]) -> None:
         """Report ranks that are late, by their global numbers, now and then; to be called often.
@@ -95,35 +96,54 @@ class WaitReporter:
         if waited > self._next_report_s or unreached - self._unreached:
             self._next_report_s *= _LONGER
             self._unreached = unreached
-            logger.warning("%s", self._describe(late))
+            if not self._is_reported_by_another():
+                head, doing = self._describe(late)
+                said = " Nothing has changed." if doing == self._reported else doing
+                logger.warning("%s", counting(head + said))
+                self._reported = doing
+
+    def _is_reported_by_another(self) -> bool:
+        """Whether a lower rank waits in the same, whose report is enough for all."""
+        if self._record is None:
+            return False
+        board = watchdog().board
+        # What ranks out of reach have posted may no longer be true.
+        lower = {rank for rank in self._record.ranks if rank < dist.get_rank()} - board.unreached
+        return any(
+            each.state is State.WAITS
+            and each.where == self._label
+            and self._record.key in each.waited
+            for each in board.read(lower).values()
+        )
 
     def end(self, late: Collection[int]) -> CommError:
         """Return the error for ranks that did not come in time: lost if one does not answer at all."""
-        text = f"{self._describe(late)}\nGiving up, as the process group's timeout is over. "
+        described = "".join(self._describe(late))
+        text = f"{described}\nThe process group's timeout is over. "
         if watchdog().board.unreached.intersection(late):
-            return PeerLostError(
-                f"{text}Look at that rank's host and the network; restart from the last checkpoint."
-            )
-        return PeerTimeoutError(
-            f"{text}If that rank is only slow, allow more: init_process_group(timeout=...)."
-        )
+            text += "Look at that rank's host and the network; restart from the last checkpoint."
+            return PeerLostError(counting(text))
+        text += "If that rank is only slow, allow more: init_process_group(timeout=...)."
+        return PeerTimeoutError(counting(text))
 
-    def _describe(self, late: Collection[int]) -> str:
+    def _describe(self, late: Collection[int]) -> tuple[str, str]:
+        """Return who waits for whom, in a line, and what those do that are late."""
         waited = time.perf_counter() - self._started
-        head = f"rank {dist.get_rank()} has waited {waited:.0f} s in {self._label}"
+        head = f"rank {dist.get_rank()} has waited {waited:.0f} s at {self._label}"
         if not late:
-            return f"{head}. All ranks are there, so what they send is still on its way."
+            return f"{head}. All ranks have arrived; what they send is still on its way.", ""
         board = watchdog().board
         # Of ranks that this one is not connected to, others may know.
         statuses = board.read(range(dist.get_world_size()))
         said = {rank: by for by, each in statuses.items() for rank in each.unreached}
         pids = board.processes(late)
         are_alive = pids.keys() >= {*late} and pids.keys().isdisjoint(said.keys() | board.unreached)
-        parts = [f"{head} for {name_ranks(late)}, {'alive but ' * are_alive}not here yet."]
+        head = f"{head} for {name_ranks(late)}, {'alive but ' * are_alive}not here yet."
+        parts = [""]
         for rank in sorted(late):
             if rank in board.unreached:
                 parts.append(
-                    f"rank {rank} is out of reach: its host does not answer. If the link comes back, all goes on."
+                    f"rank {rank} is out of reach: its host does not answer. If the link comes back, the job continues."
                 )
             elif rank in said:
                 parts.append(
@@ -131,18 +151,18 @@ class WaitReporter:
                 )
             else:
                 parts.append(what_it_does(rank, pids.get(rank), statuses.get(rank)))
-        return "\n".join(parts)
+        return head, "\n".join(parts)
 
 
 def what_it_does(rank: int, pid: int | None, status: RankStatus | None) -> str:
     """Say where a rank is, with its stack if it can be had. pid: its process on this host; None if that is unknown."""
     last = last_entry_of(rank)
-    before = f" The last that it entered: {last}." if last else ""
+    before = f" Its last operation: {last}." if last else ""
     if status is not None and status.beat:
         stack = "\n".join(["", *status.stack[-_FRAMES_SHOWN:]])
-        return f"rank {rank}: {status}.{before} Its stack, by its own watchdog:{stack}"
+        return f"rank {rank}: {status}.{before} Its stack:{stack}"
     if pid is None:
-        return f"rank {rank}: it has said nothing of itself.{before}"
+        return f"rank {rank}: it has reported nothing of what it does.{before}"
     state, stack = look_at_process(pid)
     return f"rank {rank} (pid {pid}): it {state}.{before}{stack}"
 
@@ -269,9 +289,12 @@ def lost_in(ranks: Iterable[int], label: str) -> FullshardError:
     Ranks that wait for this one learn whom it has lost, instead of losing it.
     """
     lost = sorted(ranks)
-    words = watchdog().board.last_words(lost)
+    board = watchdog().board
+    words = board.last_words(lost)
+    said = {rank: words.get(rank) for rank in lost}
+    codes = {rank: board.exit_code(rank) for rank in lost}
     entered = {rank: last_entry_of(rank) for rank in lost}
-    verdict = diagnosis.loss({rank: words.get(rank) for rank in lost}, entered, _now(label))
+    verdict = diagnosis.loss(said, codes, entered, _now(label))
     watchdog().tell(verdict)
     return verdict.error
 

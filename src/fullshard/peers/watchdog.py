@@ -14,6 +14,12 @@ cannot: no backend's wait can be ended from outside, only by the other ranks' en
 with the interpreter, which raises it as soon as the call returns or fails. If that takes longer than
 `_GRACE_S`, as all ranks are in such calls, the watchdog writes the error to stderr and ends the process.
 
+[Note: Torn down] torchrun, and others that start ranks, end all of them 0 to 0.2 s after one has ended: long before an error
+could be raised and printed where the others wait. So the watchdog waits for the ends of ranks of its host (pidfd_open(2)), and
+says at once who has ended, and how: of a process that nobody has waited for yet, the system tells that (proc(5), `exit_code`). One
+that was asked to end (SIGTERM, SIGINT, SIGHUP) is no news: all are. No signal is handled for this: a handler of the program's
+would be in its way, Python runs none while the main thread is in C++, and a rank that does not end when it is told to is worse.
+
 What a rank says last, its **last words**, stays readable for ranks of its host: that it has ended, where,
 and with which exception.
 """
@@ -34,12 +40,14 @@ import torch.distributed as dist
 
 from fullshard.errors import DivergenceError, FullshardError, PeerLostError
 from fullshard.host import is_running
+from fullshard.local_ranks import is_launched_here
 from fullshard.peers import divergence
-from fullshard.peers.diagnosis import describe_still, judge
+from fullshard.peers.diagnosis import describe_end, describe_still, judge
 from fullshard.peers.flight_record import (
     FlightRecord,
     flight_records,
     key_of,
+    last_entry_of,
     latest_moment,
     refusal,
 )
@@ -51,6 +59,7 @@ from fullshard.peers.stacks import (
     line_in_program,
     raise_in,
     runs_program_beside,
+    shown_stack,
 )
 from fullshard.peers.status import STEADY_BEATS, GroupCounts, RankStatus, State, Verdict
 from fullshard.peers.status_board import StatusBoard
@@ -68,6 +77,7 @@ _GRACE_S = 4.0  # for a call of torch.distributed to end after the verdict
 _JUDGES_AT = {*range(STEADY_BEATS, 16), *(1 << power for power in range(4, 32))}
 _REPORTED_AT = 14  # statuses, of ranks whose collectives run on a device
 _TOLD_AT = {1, STEADY_BEATS}  # statuses that go to the store
+_TORN_DOWN_S = 0.1  # for this process to be ended too, where nobody can tell how another one ended
 _OUTLAST_S = 5.0  # for others to read that rank 0 has ended, whose process may be the store's
 _EXIT_CODE = 1
 
@@ -103,6 +113,7 @@ class Watchdog:
     def stop(self) -> None:
         """End the thread, without a word."""
         self._ended.set()
+        self.board.wake()
         self.board.close()
 
     # For the thread that trains
@@ -144,10 +155,36 @@ class Watchdog:
     # The thread
 
     def _watch(self) -> None:
-        while not self._ended.wait(_TICK_S):
-            # It only serves diagnosis: an error of its own must not end a run, nor itself.
-            with contextlib.suppress(Exception):
-                self._tick()
+        gone: set[int] = set()
+        while not self._ended.is_set():
+            try:
+                ended = self.board.wait_for_exit(self.board.neighbours - gone, _TICK_S)
+                if self._ended.is_set():
+                    return
+                if ended:  # statuses are counted, and so posted at a steady pace: no tick
+                    gone |= ended
+                    self._report_ends(ended, self.board.neighbours - gone)
+                else:
+                    self._tick()
+            except (
+                Exception
+            ):  # it only serves diagnosis: an error must not end a run, nor this thread
+                self._ended.wait(_TICK_S)
+
+    def _report_ends(self, ended: Collection[int], living: Collection[int]) -> None:
+        """Say on one rank of this host which others have ended that should not have: see [Note: Torn down]."""
+        codes = {rank: self.board.exit_code(rank) for rank in ended}  # while the system tells
+        if min(living, default=self._rank) < self._rank or is_launched_here():
+            return  # another rank says it, or whoever started the ranks
+        if (verdict := self._told or self._delivered) is not None and not verdict.is_loss:
+            return  # it is why ranks end
+        for rank, pid in self.board.processes(ended).items():
+            code, words = codes[rank], self.board.last_words([rank]).get(rank)
+            if code is None and words is None and self._ended.wait(_TORN_DOWN_S):
+                return
+            entered, own = last_entry_of(rank), last_entry_of(self._rank)
+            if text := describe_end(rank, pid, code, words, entered, (self._rank, own)):
+                logger.error("%s", text)
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -252,8 +289,8 @@ class Watchdog:
         error = f"{kind.__module__}.{kind.__qualname__}: {verdict.text}"
         print(
             "\n".join(status.stack),
-            f"{error}\n[fullshard] Rank {self._rank}'s call of torch.distributed cannot be ended, so "
-            "its process ends here.",
+            f"{error}\n[fullshard] Rank {self._rank} is blocked in a call of torch.distributed that nothing "
+            "can interrupt, so its process is ended.",
             sep="\n",
             file=sys.stderr,
             flush=True,
@@ -281,7 +318,7 @@ class Watchdog:
         records = flight_records()
         # A thread of autograd's runs no line of the program's, but one that called backward does.
         at = line_in_program(frame) or line_in_program(frames.get(usual))
-        stack = () if frame is None else tuple(map(str.rstrip, traceback.format_stack(frame)))
+        stack = shown_stack(frame)
         # One of them may be of this call: it would keep itself, and all that its callers refer to.
         del frame, frames
         return RankStatus(
@@ -309,7 +346,9 @@ class Watchdog:
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         is_ordinary = isinstance(error, SystemExit) and error.code in (None, 0)
         if is_of_distributed(error) and (cause := self._cause_of_failure()) is not None:
-            logger.error("rank %d: that call failed because ranks part: %s", self._rank, cause.text)
+            logger.error(
+                "rank %d: the call above failed because of this: %s", self._rank, cause.text
+            )
             error = cause.error
         if isinstance(error, DivergenceError | PeerLostError) and self._told is None:
             self._told = Verdict(str(error), is_loss=isinstance(error, PeerLostError))
@@ -341,6 +380,7 @@ class Watchdog:
         if self._ended.is_set():
             return
         self._ended.set()
+        self.board.wake()
         with contextlib.suppress(Exception):
             if has_groups := dist.is_initialized():
                 self._groups = counts_of_groups()
