@@ -339,7 +339,7 @@ _MOST_LINES = {
     "peers": 3005,
     "plan": 1540,
     "state": 3270,
-    "tools": 13640,
+    "tools": 13665,
     "top": 2085,
     "watch": 1440,
 }
