@@ -29,7 +29,7 @@ const three = (value) => {
   return value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 };
 /** A number on an axis: 0.002, 20,000, 1.5M, 3e+29. */
-const tick = (value) => (Math.abs(value) >= 1e15 ? value.toExponential()
+const tick = (value) => (Math.abs(value) >= 1e15 ? Number(value.toPrecision(6)).toExponential()
   : value.toLocaleString("en-US", { maximumSignificantDigits: 6, notation: Math.abs(value) >= 1e6 ? "compact" : "standard" }));
 const count = (value) => value.toLocaleString("en-US", { maximumFractionDigits: 0 });
 /** A number in the first of the units that is not larger, or the last. */
