@@ -339,9 +339,9 @@ _MOST_LINES = {
     "peers": 3005,
     "plan": 1540,
     "state": 3270,
-    "tools": 13665,
+    "tools": 13790,
     "top": 2085,
-    "watch": 1440,
+    "watch": 1460,
 }
 
 

@@ -14,8 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import fullshard
 from fullshard.engine.runtime import Runtime
-from fullshard.plan.trace import Kind, RankTrace, read_traces
+from fullshard.optim.shard_step import num_dtensors_of
+from fullshard.plan.trace import Kind, Pause, RankTrace, read_traces
+from fullshard.watch.trace import starved
 from tests.api import Api
 from tests.harness import on_ranks
 from tests.training import make_batch
@@ -80,6 +83,9 @@ def test_every_unit_is_gathered_and_reduced_as_often_as_it_should_be(
         assert counts.pop((Kind.ALL_GATHER, unit)) == 2 * STEPS  # for forward and for backward
         assert counts.pop((Kind.REDUCE_SCATTER, unit)) == STEPS
     assert not counts
+    assert bool(trace.num_dtensors) == (style == "fully_shard")
+    if style == "fully_shard":
+        assert num_dtensors_of(fullshard.step_on_shards(training.optimizer)) == 0
     assert {moved.nbytes for moved in trace.transfers} == {
         unit.unsharded_nbytes for unit in trace.units
     }
@@ -351,6 +357,14 @@ def test_profilers_see_labels_only_while_they_run(api: Api) -> None:
         assert names[f"FSDP::reduce_scatter ({unit})"] == 1
     training.step()
     assert training.model[0]._fullshard_hooks.state.units[0].observer is None
+
+
+def test_a_device_that_comes_at_once_to_what_is_queued_waits_for_its_host() -> None:
+    queued = [1000 * n for n in (0, 1000, 2000, 3000, 4000, 5000)]
+    late = [1000 * n for n in (0, 5, 10, 900, 10, 900)]
+    reached = [put + by for put, by in zip(queued, late, strict=True)]
+    assert [*starved(queued, reached)] == [Pause(0, 2_010_000)]
+    assert [*starved([], reached)] == []  # on the CPU
 
 
 def _fail(*_: Any) -> None:

@@ -21,9 +21,17 @@ from fullshard.plan.trace import Pause
 from fullshard.tools import cli
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.exits import Exit
-from fullshard.tools.report import compare, metrics_of, write_comparison, write_report
+from fullshard.tools.report import (
+    FOLLOW_S,
+    _missing_trace,
+    compare,
+    metrics_of,
+    write_comparison,
+    write_report,
+)
 from fullshard.tools.run_facts import gather_facts, peak_flops
 from fullshard.tools.run_folder import RunFolder
+from fullshard.tools.run_record import read_run
 from fullshard.tools.train import steps_to_trace
 from tests.tools.test_trace_metrics import hand_made
 
@@ -198,6 +206,53 @@ def test_traces_alone_make_a_page(tmp_path: Path) -> None:
     assert "Timeline" in page.headings
     assert "Tokens per second" not in page.headings
     assert "1 of 2 ranks left no trace" in page.text
+
+
+def test_a_page_follows_a_run_until_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(make_run(tmp_path / "run"))
+    ending = folder.summary_file.read_text()
+    folder.summary_file.unlink()
+    refreshes = []
+
+    def sleep(_: float) -> None:
+        refreshes.append(Page(folder.report_file.read_text()).data["refresh_s"])
+        if len(refreshes) == 2:
+            folder.summary_file.write_text(ending)
+
+    monkeypatch.setattr("fullshard.tools.report.time.sleep", sleep)
+    done = CliRunner().invoke(cli.app, ["report", str(folder.path), "--follow"])
+    assert done.exit_code == Exit.OK
+    assert refreshes == [FOLLOW_S, FOLLOW_S]
+    assert Page(folder.report_file.read_text()).data["refresh_s"] is None
+
+
+def test_following_ends_with_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.start(TrainConfig(), fingerprint="text", done=0)  # before its first step
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fullshard.tools.report.time.sleep", interrupt)
+    for path, code in ((folder.path, Exit.OK), (tmp_path / "none", Exit.USAGE)):
+        done = CliRunner().invoke(cli.app, ["report", str(path), "--follow"])
+        assert done.exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("trace_steps", "said"), [(3, "got to step 10 of 30"), (0, "--trace-steps 0")]
+)
+def test_a_missing_trace_has_the_cause_that_it_has(
+    tmp_path: Path, trace_steps: int, said: str
+) -> None:
+    folder = RunFolder(make_run(tmp_path / "run", steps=10))
+    folder.summary_file.unlink()
+    config = TrainConfig(steps=30, trace_steps=trace_steps)
+    folder.start(config, fingerprint="text", done=10)
+    run = read_run(folder.path)
+    assert said in _missing_trace(run)
 
 
 def test_a_run_that_was_stopped_early_says_so(tmp_path: Path) -> None:

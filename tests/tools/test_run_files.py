@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,9 @@ from fullshard.tools.exits import Exit
 from fullshard.tools.job import Job
 from fullshard.tools.launch import Ending
 from fullshard.tools.progress import Live, Plain
-from fullshard.tools.report_data import running_mean
+from fullshard.tools.report_data import resumes, running_mean
 from fullshard.tools.run_folder import RunFolder
+from fullshard.tools.run_record import read_run
 from fullshard.tools.train import learning_rate
 from fullshard.tools.worker import _what_is_saved
 
@@ -36,6 +38,34 @@ def test_metrics_beyond_the_checkpoint_are_dropped_on_resume(tmp_path: Path) -> 
         file.write('{"step": 4, "lo')  # cut short by a crash
     folder.start(TrainConfig(), fingerprint="x", done=2)
     assert folder.metrics() == [{"step": 1, **_NUMBERS}, {"step": 2, **_NUMBERS}]
+
+
+def test_options_of_before_each_resume_are_kept_and_their_changes_said(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    first, longer = TrainConfig(steps=400), TrainConfig(steps=150, val_every=5)
+    attempts = [(first, 0), (longer, 50), (TrainConfig(steps=90), 80), (TrainConfig(steps=91), 80)]
+    for config, done in attempts:
+        folder.start(config, fingerprint="x", done=done)
+        folder.add_metrics({"step": done + 1, **_NUMBERS})
+
+    def said() -> list[tuple[int, str]]:
+        return [(each["step"], each["changed"]) for each in resumes(read_run(folder.path))]
+
+    # Nothing came of the third attempt, which ended before its first checkpoint.
+    assert said() == [
+        (50, "val_every 50 -> 5, steps 400 -> 150"),
+        (80, "val_every 5 -> 50, steps 150 -> 91"),
+    ]
+    folder.start(first, fingerprint="x", done=60)  # an older checkpoint, of the second attempt
+    folder.add_metrics({"step": 61, **_NUMBERS})
+    assert said()[1] == (60, "val_every 5 -> 50, steps 150 -> 400")
+    folder.start(first, fingerprint="x", done=0)
+    folder.add_metrics({"step": 1, **_NUMBERS})
+    assert said() == []
+    fields = json.loads(folder.config_file.read_text())
+    del fields["earlier"]  # as versions wrote it that kept the last options alone
+    folder.config_file.write_text(json.dumps(fields))
+    assert said() == []
 
 
 def test_configuration_is_read_back_as_written(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class Sample(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """A run of Python's garbage collector, while which the process computes nothing."""
+    """A span in which a process or its device computes nothing, such as a run of Python's garbage collector."""
 
     start: int
     end: int
@@ -132,6 +132,7 @@ class RankTrace:
     categories: names of the numbers in each sample.
     pauses: of the garbage collector, on the host's clock. num_alloc_retries: how often the device's
         allocator had to give back its cache and try again during the recording; None where none counts.
+    starved: when the device had done all that was queued, and waited for the host; empty on the CPU.
     num_dtensors: parameters that the optimizer steps on as DTensors, each at a cost; None without one.
     """
 
@@ -149,6 +150,7 @@ class RankTrace:
     pauses: tuple[Pause, ...] = ()  # as in files of versions that did not record them
     num_alloc_retries: int | None = None
     num_dtensors: int | None = None
+    starved: tuple[Pause, ...] = ()
 
     def __post_init__(self) -> None:
         bounds = [
@@ -199,7 +201,7 @@ class RankTrace:
 
 _PLAIN = (
     *("recording", "rank", "num_ranks", "device", "units", "steps", "categories", "samples"),
-    *("pauses", "num_alloc_retries", "num_dtensors"),
+    *("pauses", "num_alloc_retries", "num_dtensors", "starved"),
 )
 
 
@@ -207,6 +209,7 @@ class _MaybeInFile(TypedDict, total=False):
     pauses: tuple[Pause, ...]
     num_alloc_retries: int | None
     num_dtensors: int | None
+    starved: tuple[Pause, ...]
 
 
 class _File(_MaybeInFile):

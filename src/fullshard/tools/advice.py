@@ -23,28 +23,27 @@ from fullshard.tools.trace_metrics import (
     peaks,
     shares,
     stalls,
+    starved_ns,
     step_ns,
     unit_costs,
 )
-from fullshard.tools.waiting import straggler
+from fullshard.tools.waiting import Straggler, straggler
 
 _MOST = 3  # more are not read
 
-_EXPOSED = (
-    0.15  # with less, twice the batch saves 7 % at most, which is within the noise of many machines
-)
-_LATE = 0.05  # of a step; traces of equal ranks on a busy machine show up to 3 %
+_EXPOSED = 0.15  # of less, twice the batch saves 7 % at most, which is noise on many machines
+_LATE = 0.05  # of a step: ranks that are equally fast take turns in being last, by a few per cent
 _OPTIMIZER = 0.1  # DTensors take several times plain tensors, so that most of it can go
+_STARVED = 0.3  # the host may be just behind at the start of each step, after it has read the loss
 _SAVED = 0.4  # of the peak: below, parameters and optimizer state decide whether a model fits
 _FREED = 0.1  # of what a process takes: less is not worth a third more compute
-_MEMORY_WEIGHT = (
-    0.1  # against time, in the ranking: memory that is left over frees nothing by itself
-)
+_MEMORY_WEIGHT = 0.1  # in the ranking: memory that is left over makes nothing faster by itself
 _OUTSIDE = 0.25  # reading text, the loss and clipping take up to a fifth in small models
 _SMALL_NBYTES = 2**18  # a gather of less costs its fixed time, whatever the bandwidth
 
 _FELL = 0.8  # of the speed before: below that, and with quartiles apart, it is no noise
-_WINDOW = 10  # steps on each side of a fall at least; a median of fewer follows single steps
+_LEAST = 10  # steps on each side of a fall, and in a window of losses: the mean of fewer follows single steps
+_POINTS = 400  # of the curve in which a fall is looked for; of longer runs each is the median of some steps
 _DIVERGED = 1.1  # times the lowest loss of a window; batches differ by a few per cent
 
 
@@ -108,13 +107,9 @@ def _loss(run: RunRecord) -> Iterator[Advice]:
             math.inf,
         )
         return
-    size = max(_WINDOW, len(run.metrics) // 10)
+    size = max(_LEAST, len(run.metrics) // 10)
     windows = [run.metrics[first : first + size] for first in range(0, len(run.metrics), size)]
-    means = [
-        statistics.fmean(entry["loss"] for entry in window)
-        for window in windows
-        if len(window) == size
-    ]
+    means = [sum(e["loss"] for e in each) / size for each in windows if len(each) == size]
     if len(means) < 2:
         return
     lowest = min(range(len(means)), key=means.__getitem__)
@@ -135,9 +130,10 @@ def _loss(run: RunRecord) -> Iterator[Advice]:
 def _exposed(run: RunRecord) -> Iterator[Advice]:
     if not run.traces:
         return
-    total, exposed = step_ns(run.traces), exposed_ns(run.traces)
-    if late := straggler(run.traces):  # which another rule has, and no batch size would help
+    total, exposed, beside = step_ns(run.traces), exposed_ns(run.traces), ""
+    if late := _straggler(run):  # no batch size would help against that
         exposed -= late.waited_ns * (len(run.traces) - 1) / len(run.traces)
+        beside = f" beside the waits for rank {late.rank}"
     if exposed < _EXPOSED * total:
         return
     costs = unit_costs(run.traces)
@@ -147,7 +143,14 @@ def _exposed(run: RunRecord) -> Iterator[Advice]:
     num_reduces = sum(cost.num_reduces for cost in costs)
     num_units = sum(bool(cost.num_gathers) for cost in costs) or 1
     sizes = [unit.unsharded_nbytes for unit in run.traces[0].units]
-    if run.config is not None:
+    fences = sum(share.ns for share in shares(run.traces) if share.kind is Kind.FENCE)
+    if not beside and fences > exposed / 2:
+        rule, free = "fences", fences
+        todo = (
+            "In most of it ranks wait for each other in turn, at fences: see whether other programs share their "
+            "processors, and whether sequences differ in length"
+        )
+    elif run.config is not None:
         rule, todo, free = "batch", *_larger_batch(run.config, exposed)
     elif len({trace.clock.host for trace in run.traces}) > 1:
         rule, free = "hybrid", gathers
@@ -158,7 +161,7 @@ def _exposed(run: RunRecord) -> Iterator[Advice]:
     elif len(sizes) > 2 and statistics.median(sizes) < _SMALL_NBYTES:
         rule, free = "small units", exposed / 2
         todo = (
-            f"Half of the {len(sizes)} units have less than {nbytes(statistics.median(sizes) + 1)}, for which the host's "
+            f"Half of the {len(sizes)} units have no more than {nbytes(statistics.median(sizes))}, for which the host's "
             "time per unit counts, not the bytes: apply fully_shard to several layers together"
         )
     elif reduces > gathers and num_reduces >= 2 * num_units:
@@ -178,7 +181,7 @@ def _exposed(run: RunRecord) -> Iterator[Advice]:
         todo = "A batch of twice the size communicates as much for twice the samples"
     yield Advice(
         rule,
-        f"{_percent(exposed / total)} of a step is exposed communication ({nanoseconds(exposed)}). {todo}.",
+        f"{_percent(exposed / total)} of a step is exposed communication{beside} ({nanoseconds(exposed)}). {todo}.",
         _gain(free, total),
         free / total,
     )
@@ -202,10 +205,16 @@ def _larger_batch(config: TrainConfig, exposed: float) -> tuple[str, float]:
     )
 
 
-def _late(run: RunRecord) -> Iterator[Advice]:
+def _straggler(run: RunRecord) -> Straggler | None:
+    """Return the rank that holds up the others, if it does so by enough to be more than chance."""
     found = straggler(run.traces) if run.traces else None
-    if found is None or found.net_ns < _LATE * (total := step_ns(run.traces)):
+    return found if found and found.net_ns >= _LATE * step_ns(run.traces) else None
+
+
+def _late(run: RunRecord) -> Iterator[Advice]:
+    if (found := _straggler(run)) is None:
         return
+    total = step_ns(run.traces)
     others = "the other rank waits" if len(run.traces) == 2 else "the others wait"
     yield Advice(
         "late",
@@ -232,6 +241,19 @@ def _optimizer(run: RunRecord) -> Iterator[Advice]:
         )
 
 
+def _host(run: RunRecord) -> Iterator[Advice]:
+    ns, total = (starved_ns(run.traces), step_ns(run.traces)) if run.traces else (0.0, 1.0)
+    if ns >= _STARVED * total:
+        yield Advice(
+            "host",
+            f"The device waits for its host in {_percent(ns / total)} of a step ({nanoseconds(ns)}): Python queues kernels "
+            "more slowly than they run. Take a larger batch, apply fully_shard to several layers together, or compile "
+            "the layers (torch.compile).",
+            _gain(ns, total),
+            ns / total,
+        )
+
+
 def _outside(run: RunRecord) -> Iterator[Advice]:
     if run.config is not None or not run.traces:  # of `fullshard train`, nobody can change it
         return
@@ -251,34 +273,38 @@ def _slower(run: RunRecord) -> Iterator[Advice]:
     first = max((part["until"] for part in run.earlier), default=0)  # what changed then is known
     traced = {step.number for trace in run.traces for step in trace.steps}
     steps = [e for e in run.metrics[1:] if e["step"] > first + 1 and e["step"] not in traced]
-    speeds = [entry["tokens_per_second"] for entry in steps]
-    splits = range(_WINDOW, len(steps) - _WINDOW + 1, max(1, len(steps) // 200))
-    falls = {
-        at: statistics.median(speeds[at:]) / max(statistics.median(speeds[:at]), 1e-9)
-        for at in splits
-    }
-    at = min(falls, key=falls.__getitem__, default=0)
-    if not at or falls[at] > _FELL:
-        return
-    low_before = statistics.quantiles(speeds[:at], n=4)[0]
-    high_after = statistics.quantiles(speeds[at:], n=4)[2]
-    if high_after >= low_before:
+    size = len(steps) // _POINTS + 1
+    windows = [steps[at : at + size] for at in range(0, len(steps), size)]
+    speeds = [statistics.median(e["tokens_per_second"] for e in window) for window in windows]
+    splits = range(_LEAST, len(speeds) - _LEAST + 1)
+    at = min(splits, key=lambda at: _spread(speeds[:at]) + _spread(speeds[at:]), default=0)
+    if not at:
         return
     before, after = statistics.median(speeds[:at]), statistics.median(speeds[at:])
-    late = list(_late(run)) if traced and min(traced) >= steps[at]["step"] else []
+    low_before = statistics.quantiles(speeds[:at], n=4)[0]
+    high_after = statistics.quantiles(speeds[at:], n=4)[2]
+    if after > _FELL * before or high_after >= low_before:
+        return
+    late = _straggler(run) if traced and min(traced) > windows[at - 1][-1]["step"] else None
     why = (
-        "The steps recorded since then show one rank that holds up the others"
+        f"The steps recorded since then show that rank {late.rank} holds up the others"
         if late
-        else "The options did not change: the machine became busier or was throttled, or a rank reads its text more slowly"
+        else "The options did not change: the machine became busier or was throttled, or text is read more slowly"
     )
     unit = run.config.unit if run.config else "token"
     yield Advice(
         "slower",
-        f"The speed fell by {_percent(1 - after / before)} after step {steps[at - 1]['step']}, from {before:,.0f} to "
+        f"The speed fell by {_percent(1 - after / before)} after step {windows[at - 1][-1]['step']}, from {before:,.0f} to "
         f"{after:,.0f} {unit}s/s (medians). {why}.",
         f"up to {_percent(1 - after / before)} of a step",
         1 - after / before,
     )
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Return the sum of distances from the median, which one value that is far off does not change by much."""
+    middle = statistics.median(values)
+    return sum(abs(value - middle) for value in values)
 
 
 def _collector(run: RunRecord) -> Iterator[Advice]:
@@ -341,7 +367,7 @@ def _activations(run: RunRecord) -> Iterator[Advice]:
 
 
 _RULES: Sequence[Callable[[RunRecord], Iterator[Advice]]] = (
-    *(_loss, _exposed, _late, _optimizer, _outside, _slower),
+    *(_loss, _exposed, _late, _optimizer, _host, _outside, _slower),
     *(_collector, _allocator, _activations),
 )
 

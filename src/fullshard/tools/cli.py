@@ -53,17 +53,17 @@ Exit codes: 0 reported, 1 the function failed or wraps nothing, 2 no such functi
 _REPORT_EXAMPLES = """
 Examples:
 
-    fullshard report runs/books                 writes a page and trace.json
+    fullshard report runs/books                write a page and trace.json
 
-    fullshard report runs/books --json          print the numbers instead
+    fullshard report runs/books --follow       a page that follows the run
 
-    fullshard report runs/books --md            print it for an issue or a pull request
+    fullshard report runs/books --md           for an issue or pull request
 
-    fullshard report runs/books --follow        of a run that goes on; the page reloads itself
+    fullshard report runs/books --json         for programs
 
-    fullshard report runs/books runs/again      compare runs, the first with the others
+    fullshard report runs/books runs/again     compare runs with the first
 
-    fullshard report my_traces --out page.html  traces of fullshard.trace
+    fullshard report traces --out page.html    traces of fullshard.trace
 
 The page needs no network. Where a run was not traced, it says how to record a trace.
 
@@ -242,8 +242,8 @@ def report(
 ) -> None:
     """Write one HTML page on a run: what to do about it, where time and memory go, loss, speed.
 
-    trace.json beside it holds the same timelines for chrome://tracing and Perfetto. Of several runs it
-    compares figures, losses and options.
+    trace.json beside it holds the same timelines for chrome://tracing and Perfetto. Of several runs
+    the page compares figures, curves and options.
     """
     from fullshard.plan.trace import TraceError
     from fullshard.tools import report as tool

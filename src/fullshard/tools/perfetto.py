@@ -1,13 +1,22 @@
 """A trace in the Chrome trace event format, which chrome://tracing and Perfetto's viewer open.
 
 A process for each rank, a thread for each lane, one counter track for memory. Times are in
-microseconds since the first rank's zero.
+microseconds since the first rank's zero. In the lane of computing spans nest:
+
+    | forward                                  |
+    |  forward (root)                        |
+    |   | forward layers.0 |  forward layers.1 |
+
+An arrow leads from the start of a collective to each wait for it, in the lane of exposed communication.
 """
 
+import bisect
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fullshard.plan.trace import Kind, RankTrace, Segment, Transfer
+from fullshard.plan.trace import NO_UNIT, Kind, RankTrace, Segment, Transfer
 from fullshard.tools.trace_metrics import aligned, rows
 
 _COMPUTE, _EXPOSED, _COLLECTOR = 0, 1, 2
@@ -35,19 +44,28 @@ def _events(trace: RankTrace) -> Iterator[dict[str, Any]]:
         name, args_too = f"{kind} {unit}".rstrip(), {"unit": unit, **args}
         return span(name, lane, found.start, found.end, cat=kind, args=args_too)
 
+    arrows = itertools.count()
     process = f"rank {trace.rank} ({trace.device})"
     yield event("M", "process_name", _COMPUTE, args={"name": process})
     yield event("M", "process_sort_index", _COMPUTE, args={"sort_index": trace.rank})
     yield lane_name(_COMPUTE, "compute")
     yield lane_name(_EXPOSED, "exposed communication")
     for segment in trace.timeline:
-        yield of_unit(segment, _EXPOSED if segment.kind.is_communication else _COMPUTE)
+        if segment.kind.is_communication:
+            yield of_unit(segment, _EXPOSED)
+    for segment in _nested(trace.timeline):
+        yield of_unit(segment, _COMPUTE)
     for kind, first in _LANES.items():
         moved = rows([transfer for transfer in trace.transfers if transfer.kind is kind])
         for lane, row in enumerate(moved, start=first):
             yield lane_name(lane, f"{kind.value} in flight")
             for transfer in row:
                 yield of_unit(transfer, lane, nbytes=transfer.nbytes)
+                for wait in _waits_for(transfer, trace.timeline):
+                    number = next(arrows)
+                    arrow = {"cat": "wait", "id": f"{trace.rank}.{number}"}
+                    yield event("s", "wait", lane, ts=transfer.start / 1e3, **arrow)
+                    yield event("f", "wait", _EXPOSED, ts=wait.start / 1e3, bp="e", **arrow)
     if trace.pauses:
         yield lane_name(_COLLECTOR, "garbage collector")
     for pause in trace.pauses:
@@ -57,3 +75,60 @@ def _events(trace: RankTrace) -> Iterator[dict[str, Any]]:
     for sample in trace.samples:
         held = dict(zip(trace.categories, sample.nbytes, strict=True))
         yield event("C", "memory", _COMPUTE, ts=sample.time / 1e3, args=held)
+
+
+def _nested(timeline: Sequence[Segment]) -> Iterator[Segment]:
+    """Give the forward and backward of a step and of each unit as one span, and what else computes as it is.
+
+    A timeline has the innermost alone, so a unit's span is from its first segment to its last, as long as
+    forward follows forward: root, a, root, b is root around a and b.
+    """
+    for phase, together in itertools.groupby(timeline, key=_Phases()):
+        segments = [each for each in together if not each.kind.is_communication]
+        if phase not in _PHASES:
+            yield from segments
+            continue
+        spans: dict[int, Segment] = {}
+        for segment in segments:
+            first = spans.setdefault(segment.unit, segment)
+            spans[segment.unit] = first._replace(end=segment.end)
+        yield Segment(phase, NO_UNIT, segments[0].start, segments[-1].end)
+        open_until: list[int] = []
+        for span in sorted(spans.values(), key=lambda each: (each.start, -each.end)):
+            while open_until and open_until[-1] <= span.start:
+                open_until.pop()
+            # A backward may begin before another ends: viewers draw what crosses nowhere.
+            end = min([span.end, *open_until])
+            open_until.append(end)
+            yield span._replace(end=end)
+
+
+_PHASES = (Kind.FORWARD, Kind.BACKWARD)
+
+
+class _Phases:
+    """Says of segments in order to which phase they belong; communication belongs to the one that it interrupts."""
+
+    def __init__(self) -> None:
+        self._phase = Kind.OTHER
+
+    def __call__(self, segment: Segment) -> Kind:
+        if not segment.kind.is_communication:
+            self._phase = segment.kind
+        return self._phase
+
+
+def _waits_for(transfer: Transfer, timeline: Sequence[Segment]) -> Iterator[Segment]:
+    """Give the segments that wait for a transfer."""
+    first = bisect.bisect_left(timeline, transfer.start, key=operator.attrgetter("start"))
+    for segment in itertools.islice(timeline, first, None):
+        if segment.start >= max(transfer.end, transfer.start + 1):
+            return
+        if segment.kind is _WAIT[transfer.kind] and segment.unit == transfer.unit:
+            yield segment
+
+
+_WAIT = {
+    Kind.ALL_GATHER: Kind.WAIT_ALL_GATHER,
+    Kind.REDUCE_SCATTER: Kind.WAIT_REDUCE_SCATTER,
+}

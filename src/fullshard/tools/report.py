@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-from fullshard.tools.advice import stalled
+from fullshard.tools.advice import stalled, verdict
 from fullshard.tools.config import OptionError
 from fullshard.tools.json_text import json_text
 from fullshard.tools.perfetto import chrome_trace
@@ -81,25 +81,26 @@ def follow(path: Path, out: Path | None) -> Written:
     Says on standard error where it is. Raises OptionError if no run has begun in this folder.
     """
     folder = RunFolder(path)
+    if not folder.config_file.exists():
+        raise OptionError(
+            f"{path}: no run of `fullshard train` has begun here, so there is none to follow."
+        )
     page = (out or folder.report_file).resolve().as_uri()
     print(
         f"following {path} every {FOLLOW_S} s until it ends (Ctrl-C ends it here): {page}",
         file=sys.stderr,
     )
-    while True:
-        has_ended = folder.read_summary() is not None
-        has_begun = has_ended or folder.metrics() or not folder.config_file.exists()
-        if has_begun:  # or has no run at all, of which this says what it needs
-            written = write_report(path, out, refresh_s=None if has_ended else FOLLOW_S)
-            if has_ended:
-                return written
+    while folder.read_summary() is None:
+        if folder.metrics():
+            write_report(path, out, refresh_s=FOLLOW_S)
         time.sleep(FOLLOW_S)
+    return write_report(path, out)
 
 
 def result_lines(path: Path) -> list[str]:
     """Say in one to four lines what came out of a run, and what to do about it."""
     run = read_run(path)
-    return [_result(run), *(each["text"] for each in page_data(run)["advice"])]
+    return [_result(run), *(each.text for each in verdict(run))]
 
 
 def _result(run: RunRecord) -> str:
@@ -120,8 +121,7 @@ def _result(run: RunRecord) -> str:
 
 def comparison_lines(paths: Sequence[Path]) -> list[str]:
     """Say in a line for each run what came out of it."""
-    runs = [read_run(path) for path in paths]
-    return [_result(run) for run in runs]
+    return [_result(read_run(path)) for path in paths]
 
 
 def markdown(paths: Sequence[Path]) -> str:
@@ -129,22 +129,18 @@ def markdown(paths: Sequence[Path]) -> str:
     if len(paths) > 1:
         found = compare(paths)
         names = [run["name"] for run in found["runs"]]
-        text = [
-            f"## {found['name']}",
-            _table(["", *names], [_compared(row) for row in found["rows"]]),
-        ]
+        heads, compared = ["", *names], [_compared(row) for row in found["rows"]]
+        text = [f"## {found['name']}", _table(heads, compared)]
         for title, rows in (
-            (
-                "Where a recorded step goes, and its memory",
-                [_compared(row) for row in found["parts"]],
-            ),
-            ("Options that differ", [[name, *texts] for name, texts in found["options"]]),
+            ("Where a recorded step goes, and its memory", map(_compared, found["parts"])),
+            ("Options that differ", ([name, *each] for name, each in found["options"])),
             (
                 "What they ran on, where it differs",
-                [[name, *texts] for name, texts in found["about"]],
+                ([name, *each] for name, each in found["about"]),
             ),
         ):
-            text += [f"### {title}", _table(["", *names], rows)] if rows else []
+            if listed := list(rows):
+                text += [f"### {title}", _table(heads, listed)]
         return "\n\n".join(text)
     run = read_run(paths[0])
     data = page_data(run)
@@ -152,13 +148,13 @@ def markdown(paths: Sequence[Path]) -> str:
     text.append("\n".join(f"- {each['text']}" for each in data["advice"]))
     text.append(_table(["", "", ""], [[f.label, f.text, f.note] for f in figures(run)]))
     if data["trace"]:
-        rows = [
+        units = [
             [unit["name"], *(nanoseconds(unit[f"{part}_ns"]) for part in ("gather", "reduce", "exposed")),
              nbytes(unit["gather_nbytes"])]
             for unit in data["trace"]["units"]
         ]  # fmt: skip
         heads = ["Unit", "Gather, exposed", "Reduce, exposed", "Together", "Gathered a step"]
-        text += ["### Exposed communication per unit", _table(heads, rows)]
+        text += ["### Exposed communication per unit", _table(heads, units)]
     if data["about"]:
         text.append(_table(["", ""], data["about"]))
     return "\n\n".join(text)

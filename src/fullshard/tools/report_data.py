@@ -87,15 +87,16 @@ def figures(run: RunRecord) -> list[Figure]:
 def _times(run: RunRecord) -> Iterator[Figure]:
     if run.metrics:
         unit = f"{_unit(run)}s/s"
+        typical = "median of all but the first step" if run.metrics[1:] else "its only step"
         speed = statistics.median(_after_first(run.metrics, "tokens_per_second"))
         yield Figure(
             "tokens_per_second", "Speed", speed, unit, f"{speed:,.0f} {unit}",
-            "median of all but the first step", HOW["speed"], "higher",
+            typical, HOW["speed"], "higher",
         )  # fmt: skip
         seconds = statistics.median(_after_first(run.metrics, "seconds"))
         yield Figure(
             "step_seconds", "Step", seconds, "s", nanoseconds(seconds * 1e9),
-            "median of all but the first step", "Seconds of a step on rank 0, from reading the text to the parameters' update.",
+            typical, "Seconds of a step on rank 0, from reading the text to the parameters' update.",
         )  # fmt: skip
     if run.traces:
         total, exposed = step_ns(run.traces), exposed_ns(run.traces)

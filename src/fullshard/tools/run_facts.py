@@ -6,11 +6,12 @@ Written into config.json when a run begins or goes on, on rank 0, of its host.
 import os
 import platform
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from fullshard.versions import VERSION
+
+if TYPE_CHECKING:  # a report needs no torch, which takes seconds
+    import torch
 
 # Dense bfloat16 in FLOP/s, from the makers' data sheets, by a part of the name that torch gives a device.
 _PEAKS = (
@@ -29,9 +30,11 @@ _PEAKS = (
 
 
 def gather_facts(
-    *, num_parameters: int, flops_per_token: int | None, device: torch.device
+    *, num_parameters: int, flops_per_token: int | None, device: "torch.device"
 ) -> dict[str, Any]:
     """Return what stays true for a whole run, as JSON takes it."""
+    import torch
+
     name = "" if device.type == "cpu" else _name_of(device)
     return {
         "versions": {
@@ -62,7 +65,9 @@ def peak_flops(device: str, dtype: str) -> float | None:
     return next((peak for part, peak in _PEAKS if part in device), None)
 
 
-def _name_of(device: torch.device) -> str:
+def _name_of(device: "torch.device") -> str:
+    import torch
+
     properties = torch.get_device_module(device).get_device_properties(device)
     return str(properties.name)
 

@@ -201,6 +201,13 @@ def stalls(traces: Sequence[RankTrace]) -> list[Stalls]:
     return found
 
 
+def starved_ns(traces: Sequence[RankTrace]) -> float:
+    """Return how long a device waits for its host in a step: the mean of ranks; 0 on the CPU."""
+    steps = common_steps(traces)
+    waited = sum(_length(_in_steps(trace, trace.starved, steps)) for trace in traces)
+    return waited / len(steps) / len(traces)
+
+
 class Peak(NamedTuple):
     """The moment at which a rank's categories add up to the most."""
 
@@ -280,7 +287,7 @@ def aligned(traces: Sequence[RankTrace]) -> list[RankTrace]:
 def _moved(trace: RankTrace, by: int) -> RankTrace:
     spans: dict[str, Any] = {
         name: tuple(span._replace(start=span.start + by, end=span.end + by) for span in found)
-        for name in ("steps", "timeline", "transfers", "pauses")
+        for name in ("steps", "timeline", "transfers", "pauses", "starved")
         for found in (getattr(trace, name),)
     }
     samples = tuple(sample._replace(time=sample.time + by) for sample in trace.samples)

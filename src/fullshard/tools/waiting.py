@@ -68,18 +68,22 @@ class Straggler(NamedTuple):
     @property
     def where(self) -> str:
         """Where they wait most, in a sentence."""
-        return f"the {self.place}" if self.place.startswith("fence") else self.place
+        return f"the {self.place}" if self.place.startswith("fence") else _unit(self.place)
 
     @property
     def why(self) -> str:
         """What it takes longer for, as a sentence; "" if it takes longer for nothing."""
         if self.extra_ns <= 0:
             return ""
-        what = f"the {self.kind.value} of {self.unit}" if self.unit else _OUTSIDE[self.kind]
+        what = f"the {self.kind.value} of {_unit(self.unit)}" if self.unit else _OUTSIDE[self.kind]
         longer = f"{nanoseconds(self.extra_ns)} longer than the others"
         if self.extra_ns < self.net_ns / 2:
             return f"It is slower in many places, most in {what} ({longer}): see what else runs on its processor."
         return f"It takes {longer} for {what}."
+
+
+def _unit(name: str) -> str:
+    return "the root unit" if name == "(root)" else f"unit {name}"
 
 
 _OUTSIDE = {
@@ -93,33 +97,33 @@ _OUTSIDE = {
 def waits(traces: Sequence[RankTrace]) -> list[Wait]:
     """Return where ranks wait, the longest wait first; nothing of a single rank."""
     found = []
-    for name, table in _tables(traces).items():
-        late = [sum(row[last] for row in table) / (len(traces) - 1) for last in range(len(traces))]
-        last = max(range(len(traces)), key=late.__getitem__)
-        if late[last]:
-            waited = tuple(row[last] for row in table)
-            found.append(Wait(name, traces[last].rank, late[last], waited))
+    num_steps, num_others = len(common_steps(traces)), len(traces) - 1
+    for name, waited in _tables(traces).items():
+        late = _late(waited)
+        if late:
+            last = max(late, key=late.__getitem__)
+            each = tuple(waited[rank, last] / num_steps for rank in range(len(traces)))
+            mean = late[last] / num_steps / num_others
+            found.append(Wait(name, traces[last].rank, mean, each))
     return sorted(found, key=lambda wait: -wait.late_ns)
 
 
 def straggler(traces: Sequence[RankTrace]) -> Straggler | None:
     """Return the rank that is waited for most; None where no rank waits."""
     tables = _tables(traces)
-    num_others = len(traces) - 1
-    late = [
-        sum(row[last] for table in tables.values() for row in table) / max(1, num_others)
-        for last in range(len(traces))
-    ]
-    index = max(range(len(traces)), key=late.__getitem__)
-    if not late[index]:
+    late = _late(sum(tables.values(), _Table()))
+    if not late:
         return None
-    others = late[:index] + late[index + 1 :]
-    place = max(tables, key=lambda name: sum(row[index] for row in tables[name]))
+    index = max(late, key=late.__getitem__)
+    num_others, num_steps = len(traces) - 1, len(common_steps(traces))
+    waited = late[index] / num_others / num_steps
+    of_others = (late.total() - late[index]) / num_others**2 / num_steps
+    place = max(tables, key=lambda name: _late(tables[name])[index])
     (kind, unit), extra = _most_extra(traces, index)
     return Straggler(
         traces[index].rank,
-        late[index],
-        late[index] - statistics.mean(others),
+        waited,
+        waited - of_others,
         place,
         kind,
         traces[index].unit_name(unit),
@@ -158,26 +162,40 @@ def _most_extra(traces: Sequence[RankTrace], index: int) -> tuple[tuple[Kind, in
     return most, extra.get(most, 0.0)
 
 
-def _tables(traces: Sequence[RankTrace]) -> dict[str, list[list[float]]]:
-    """Return, by the name of a place, how long each rank (a row) waits for each (a column) in a step."""
+# How many nanoseconds a rank waits for another one, by the indices of both.
+_Table = collections.Counter[tuple[int, int]]
+
+
+def _late(table: _Table) -> collections.Counter[int]:
+    """Return how long others wait for each rank, all of them together."""
+    late = collections.Counter[int]()
+    for (_, last), waited in table.items():
+        late[last] += waited
+    return late
+
+
+def _tables(traces: Sequence[RankTrace]) -> dict[str, _Table]:
+    """Return who waits for whom in all recorded steps, by the name of a place."""
     if len(traces) < 2:
         return {}
-    steps, error, together = common_steps(traces), clock_error_ns(traces), aligned(traces)
-    tables: dict[str, list[list[float]]] = {}
-    for number in steps:
-        of_ranks = [_visits(trace, number) for trace in together]
-        for place, first in of_ranks[0].items():
-            visits = [visits.get(place, []) for visits in of_ranks]
-            if len({len(each) for each in visits}) > 1:
+    error, together = clock_error_ns(traces), aligned(traces)
+    tables = collections.defaultdict[str, _Table](_Table)
+    for number in common_steps(traces):
+        places = collections.defaultdict[tuple[object, ...], dict[int, list[_Visit]]](dict)
+        for index, trace in enumerate(together):
+            for place, found in _visits(trace, number).items():
+                places[place][index] = found
+        for visits in places.values():
+            if len({len(each) for each in visits.values()}) > 1:
                 continue  # ranks went different ways in this step
-            zeros = [[0.0] * len(traces) for _ in traces]
-            table = tables.setdefault(first[0].name, zeros)
-            for meeting in zip(*visits, strict=True):
-                last = max(range(len(traces)), key=lambda rank: meeting[rank].start)
-                for row, visit in zip(table, meeting, strict=True):
-                    waited = visit.still_before(meeting[last].start)
+            for meeting in zip(*visits.values(), strict=True):
+                last, latest = max(
+                    zip(visits, meeting, strict=True), key=lambda each: each[1].start
+                )
+                for index, visit in zip(visits, meeting, strict=True):
+                    waited = visit.still_before(latest.start)
                     if waited > error:
-                        row[last] += waited / len(steps)
+                        tables[visit.name][index, last] += waited
     return tables
 
 
@@ -196,11 +214,18 @@ class _Visit(NamedTuple):
 
 
 def _visits(trace: RankTrace, number: int) -> dict[tuple[object, ...], list[_Visit]]:
-    """Return a rank's visits in a step, in order, by what tells places apart."""
+    """Return a rank's visits in a step, in order, by what tells places apart, and who meets there.
+
+    Fences are among the ranks of a host, collectives among those that a unit is sharded over. The trace does not
+    name these: they follow each other in the order of ranks, and are as many as shards make up the largest unit.
+    """
     timeline = _of_step(trace, number)
+    largest = max(trace.units, key=lambda unit: unit.unsharded_nbytes)
+    num_shards = round(largest.unsharded_nbytes / max(1, largest.shard_nbytes)) or 1
+    group = trace.rank // num_shards
     found = collections.defaultdict[tuple[object, ...], list[_Visit]](list)
     for fence, name in _fences(timeline):
-        found[name,].append(_Visit(name, fence.start, (fence,)))
+        found[name, trace.clock.host].append(_Visit(name, fence.start, (fence,)))
     still = collections.defaultdict[tuple[object, int], list[Segment]](list)
     for segment in timeline:
         for family in _FAMILY.values():
@@ -212,7 +237,7 @@ def _visits(trace: RankTrace, number: int) -> dict[tuple[object, ...], list[_Vis
         own = still[_FAMILY[moved.kind], moved.unit]
         inside = own[_within(own, moved.start, max(moved.end, moved.start + 1))]
         name = trace.unit_name(moved.unit)
-        found[moved.kind, moved.unit].append(_Visit(name, moved.start, inside))
+        found[moved.kind, moved.unit, group].append(_Visit(name, moved.start, inside))
     return found
 
 

@@ -58,6 +58,8 @@ _ENDS_WITH = {
     Kind.WAIT_ALL_GATHER: Kind.ALL_GATHER,
     Kind.WAIT_REDUCE_SCATTER: Kind.REDUCE_SCATTER,
 }
+# An event takes some 10 us on its way to an idle device, and clocks drift during a recording.
+_AT_ONCE_NS = 100_000
 _LANE = {Kind.ALL_GATHER: Lane.ALL_GATHER, Kind.REDUCE_SCATTER: Lane.REDUCE}
 
 
@@ -117,6 +119,9 @@ class Tracer(Observer):
         self._stack: list[tuple[Kind, int]] = []
         # Each moment at which the innermost activity changed, and the activity from then on.
         self._turns: list[tuple[Moment, Kind, int]] = []
+        self._queued_at: list[
+            int
+        ] = []  # when the host came to each of them, where there are streams
         self._samples: list[tuple[Moment, tuple[int, ...]]] = []
         self._open: dict[tuple[Kind, int], collections.deque[tuple[Moment, Moment]]]
         self._open = collections.defaultdict(collections.deque)
@@ -269,6 +274,7 @@ class Tracer(Observer):
             samples=tuple(sample for sample in samples if sample.time <= over),
             pauses=tuple(pause for pause in self._pauses if pause.start <= over),
             num_alloc_retries=None if retries is None else retries - (before or 0),
+            starved=tuple(starved(self._queued_at, times)),
             num_dtensors=None if optimizer is None else num_dtensors_of(optimizer),
         )
 
@@ -277,6 +283,8 @@ class Tracer(Observer):
     def _turn(self) -> Moment:
         """Note the moment, and that the innermost open activity goes on from here; return it."""
         now = self._moments.take()
+        if self._runtime.has_streams:
+            self._queued_at.append(time.perf_counter_ns() - self._moments.origin_ns)
         self._turns.append((now, *(self._stack[-1] if self._stack else (Kind.OTHER, NO_UNIT))))
         self._sample(now)
         return now
@@ -294,6 +302,22 @@ class Tracer(Observer):
         if kind is Kind.ALL_GATHER:
             return self._units[unit].plan_layout().unsharded_nbytes
         return self._gradient_nbytes[unit]
+
+
+def starved(queued_at: Sequence[int], reached_at: Sequence[int]) -> Iterator[Pause]:
+    """Give the spans in which a device waits for its host, in nanoseconds.
+
+    queued_at, reached_at: when the host queued each of some moments, and when the device came to it. Where it
+    came at once to two that follow each other, what lies between them took as long as the host did:
+
+        queued    0   1000   2000   3000 us
+        reached   0   1005   2010   3900 us        the device waits from 0 to 2010
+    """
+    is_idle = [there - put < _AT_ONCE_NS for put, there in zip(queued_at, reached_at, strict=False)]
+    for idle, numbers in itertools.groupby(range(len(is_idle)), key=is_idle.__getitem__):
+        each = [*numbers]
+        if idle and reached_at[each[0]] < reached_at[each[-1]]:
+            yield Pause(reached_at[each[0]], reached_at[each[-1]])
 
 
 class Tracing:
