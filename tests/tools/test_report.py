@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import html
 import html.parser
 import json
 import math
 import re
-import shlex
 from pathlib import Path
 from typing import Any, cast
 
@@ -119,7 +117,7 @@ def test_the_page_has_every_part_and_loads_nothing(tmp_path: Path) -> None:
     # The only addresses are a link, and where uPlot is from.
     addresses = {"https://github.com/leeoniya/uPlot", "https://ui.perfetto.dev"}
     assert set(re.findall(r"https?://[^\"' >]+", page.text)) <= addresses
-    assert page.text.count("How this is computed") == len(page.data["figures"]) + 7
+    assert page.text.count('<details class="how') == len(page.data["figures"]) + 7
     assert written.trace is not None
     assert json.loads(written.trace.read_text())["traceEvents"]
 
@@ -196,7 +194,7 @@ def test_a_run_without_a_trace_says_how_to_record_one(tmp_path: Path) -> None:
     page = Page(written.page.read_text())
     assert written.trace is None
     assert "No trace was recorded" in page.headings
-    assert "fullshard.trace(model" in page.text
+    assert "--trace-steps" in page.text
     assert {"Loss", "Tokens per second"} <= set(page.headings)
     assert "Timeline" not in page.headings
     assert figures(tmp_path / "run")["step_seconds"] == 10.24
@@ -269,17 +267,6 @@ def test_names_cannot_break_the_page(tmp_path: Path) -> None:
     dataclasses.replace(trace, units=(trace.units[0], evil)).write(tmp_path)
     page = Page(write_report(tmp_path).page.read_text())
     assert "</script><b>&" in page.data["trace"]["names"]
-
-
-def test_commands_that_a_page_advises_take_any_name(tmp_path: Path) -> None:
-    path = tmp_path / "it's [1] $HOME"
-    text = html.unescape(write_report(make_run(path)).page.read_text())
-    advised = re.search(r"Then run <code>(fullshard report .*?)</code> again", text)
-    assert advised is not None
-    assert shlex.split(advised[1]) == ["fullshard", "report", path.name]
-    given = re.search(r"fullshard.trace\(model, (.*), optimizer", text)
-    assert given is not None
-    assert ast.literal_eval(given[1]) == f"{path.name}/trace"
 
 
 def test_the_command_writes_prints_and_refuses(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ RUN/report.html, RUN/trace.json, or Markdown, or lines on a terminal
 """
 
 import json
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -37,6 +36,7 @@ from fullshard.tools.trace_metrics import HOW
 
 FOLLOW_S = 5  # between two pages of a run that goes on
 _MOST = 8  # runs on one page: as many colours tell apart
+_SHARDED = ("sharded parameters", "gradient shards", "optimizer state")  # of the memory in a trace
 _PAGE = files("fullshard.tools") / "page"
 _SCRIPTS = {
     "report.html": ("uPlot.iife.min.js", "drawing.js", "timeline.js", "report.js"),
@@ -226,6 +226,7 @@ def _side_by_side(found: Sequence[dict[str, Figure]]) -> list[dict[str, Any]]:
                 "name": name,
                 "label": known.label,
                 "how": known.how,
+                "unit": known.unit,
                 "better": known.better,
                 "texts": [_text(value, with_unit=len(units) > 1) for value in values],
                 "values": [value.value if value else None for value in values],
@@ -253,7 +254,7 @@ def _text(figure: Figure | None, *, with_unit: bool) -> str:
 
 def _names(runs: Sequence[RunRecord], paths: Sequence[Path]) -> list[str]:
     """Return the runs' names, or their paths where two have one name."""
-    names = [run.name for run in runs]
+    names = [run.title for run in runs]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
 
 
@@ -273,7 +274,7 @@ def render(page: str, data: dict[str, Any], **more: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(ns=nanoseconds, nbytes=nbytes, quoted=shlex.quote)
+    environment.filters.update(ns=nanoseconds, nbytes=nbytes)
     scripts = "\n".join(_read(name) for name in _SCRIPTS[page])
     # `</script>` in a unit's name must not end the element that holds the data.
     embedded = json_text(data, separators=(",", ":")).replace("<", "\\u003c")
@@ -318,6 +319,13 @@ def _sentences(run: RunRecord, data: dict[str, Any]) -> dict[str, str]:
         f"{nanoseconds(most['offset_ns'])} of step {most['step']}; the largest part of it is "
         f"{trace['categories'][largest]} ({nbytes(most['nbytes'][largest])})."
     )
+    held = dict(zip(trace["categories"], most["nbytes"], strict=True))
+    sharded = sum(held.get(name, 0) for name in _SHARDED)
+    if run.config is not None and run.config.ranks > 1 and sharded:
+        said["memory_lead"] += (
+            f" Parameters, gradients and optimizer state are {nbytes(sharded)} of it; unsharded, they would be "
+            f"{nbytes(sharded * run.config.ranks)} on each of the {run.config.ranks} ranks."
+        )
     return said
 
 

@@ -259,6 +259,7 @@ def page_data(run: RunRecord, *, refresh_s: int | None = None) -> dict[str, Any]
     """Return everything that the page shows. refresh_s: after how many seconds it loads itself again."""
     data: dict[str, Any] = {
         "name": run.name,
+        "title": run.title,
         "facts": facts(run),
         "advice": _advice(run),
         "refresh_s": refresh_s,
@@ -281,7 +282,6 @@ def page_data(run: RunRecord, *, refresh_s: int | None = None) -> dict[str, Any]
         "fence_ns": next((s.ns for s in shares(traces) if s.kind is Kind.FENCE), 0.0),
         "shares": _shares(traces),
         "units": [cost._asdict() for cost in unit_costs(traces)],
-        "stalls": [each._asdict() for each in stalls(traces)],
         "waits": _waits(traces),
         "peaks": [peak._asdict() for peak in peaks(traces)],
         "kinds": [kind.value for kind in Kind],

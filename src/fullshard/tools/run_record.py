@@ -6,6 +6,7 @@ RUN/trace/rank*.json or RUN/rank*.json          what `fullshard.trace` wrote, if
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,19 @@ class RunRecord:
     traces: list[RankTrace]
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     earlier: list[Earlier] = dataclasses.field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """What people call it: its folder, or where nobody chose that name what it trains, and when it began.
+
+        runs/tuned is `tuned`; runs/20261127-015202 is `10m · books · 01:52`.
+        """
+        began = re.fullmatch(r"\d{8}-(\d\d)(\d\d)\d\d", self.name)
+        if began is None or self.config is None:
+            return self.name
+        data = [Path(path).stem for path in self.config.data] or ["Python's library"]
+        more = f" and {len(data) - 1} more" if len(data) > 1 else ""
+        return f"{self.config.model.removeprefix('./')} · {data[0]}{more} · {began[1]}:{began[2]}"
 
 
 def read_run(path: Path) -> RunRecord:

@@ -5,6 +5,8 @@ function drawMemory() {
   const peak = trace.peaks.reduce((best, each) => (each.total > best.total ? each : best));
   let rank = trace.ranks.findIndex((each) => each.rank === peak.rank);
   let step = Math.floor((trace.steps.length - 1) / 2);
+  // As what they come from is coloured in the timeline: optimizer state as the optimizer, what is gathered as all-gathers, ...
+  const fill = (index) => `--m${[0, 2, 6, 1, 4, 3, 5, 7][index]}`;
   const shown = trace.categories.map((_, index) => index).filter((index) =>
     trace.ranks.some((each) => each.samples.some((samples) => samples.some((sample) => sample[index + 1] > 0))));
   const highest = Math.max(...trace.peaks.map((each) => each.total));
@@ -31,7 +33,7 @@ function drawMemory() {
     drawChart(element, {
       height: 330, legend: false, data: [columns[0], ...columns.slice(1).reverse()],
       series: [{}, ...[...shown].reverse().map((index) => ({
-        stroke: () => colour("--paper"), width: 0.6, fill: () => colour(`--m${index}`), paths: stepped, points: { show: false },
+        stroke: () => colour("--paper"), width: 0.6, fill: () => colour(fill(index)), paths: stepped, points: { show: false },
       }))],
       axes: [{ incrs: roundSteps(1), values: (_, ticks) => ticks.map((tick) => `${Number(tick.toPrecision(6))} ms`) },
         { incrs: roundSteps(unit), space: 60, values: (_, ticks) => ticks.map((tick) => (tick ? size(tick).replace(/\.0+(?= )/, "") : "0")) }],
@@ -48,15 +50,15 @@ function drawMemory() {
   function markPeak({ ctx, bbox, valToPos }, { time, total }) {
     const ratio = uPlot.pxRatio, x = valToPos(time / 1e6, "x", true), y = valToPos(total, "y", true);
     if (x < bbox.left || x > bbox.left + bbox.width) return;
-    const isRight = x > bbox.left + bbox.width - 180 * ratio;
     ctx.save();
-    ctx.font = `${12.5 * ratio}px ${colour("--sans")}`;
+    ctx.font = `${12 * ratio}px ${colour("--sans")}`;
     ctx.fillStyle = colour("--ink");
     ctx.strokeStyle = colour("--paper");
     ctx.lineWidth = 4 * ratio;
     ctx.lineJoin = "round";
-    ctx.textAlign = isRight ? "right" : "left";
-    const label = [`peak ${size(total)} at ${duration(time)}`, x + (isRight ? -9 : 9) * ratio, y - 7 * ratio];
+    ctx.textAlign = "left";
+    const text = `peak ${size(total)} at ${duration(time)}`;
+    const label = [text, Math.min(x + 9 * ratio, bbox.left + bbox.width - ctx.measureText(text).width), y - 7 * ratio];
     ctx.strokeText(...label);
     ctx.fillText(...label);
     ctx.beginPath();
@@ -66,7 +68,7 @@ function drawMemory() {
   }
   function fillTable(samples, top) {
     const least = samples.reduce((best, sample) => (sample.total < best.total ? sample : best));
-    const body = [...shown].reverse().map((index) => [trace.categories[index], `var(--m${index})`, top.nbytes[index], least.nbytes[index]]);
+    const body = [...shown].reverse().map((index) => [trace.categories[index], `var(${fill(index)})`, top.nbytes[index], least.nbytes[index]]);
     body.push(["total", "", top.total, least.total]);
     const head = [["Category", ""], ["At the peak", "number"], ["At the least", "number"]];
     table.replaceChildren(made("table", {},
@@ -86,6 +88,7 @@ function fitParts() {
   const parts = [...document.querySelectorAll(".stack .part")].map((part) => [part, part.textContent]);
   keepDrawn(document.querySelector(".stack"), () => {
     for (const [part, label] of parts) {
+      part.style.color = onColour(colour(kindVariable(part.dataset.kind)));
       const share = label.slice(label.lastIndexOf(" ", label.length - 3) + 1);
       part.textContent = [label, share, ""].find((text) => {
         part.textContent = text;
@@ -100,36 +103,25 @@ if (trace) {
   drawMemory();
 }
 if (data.series) {
-  const { steps, loss, loss_mean: lossMean, speed, norm, norm_mean: normMean, lr, val, entropy, traced, not_finite: bad } = data.series;
+  const { steps, loss, loss_mean: lossMean, speed, norm, norm_mean: normMean, lr, val, entropy, traced, not_finite: bad, resumes } = data.series;
   const exact = (value) => String(Number(value.toPrecision(3)));
   const level = (label, value, stroke) => ({ label, values: steps.map(() => value), stroke, width: 1.4, dash: [5, 4] });
   const each = (values, label = "each step") => ({ label, values, stroke: "--forward", width: 1 });
   const mean = (values) => ({ label: "running mean", values, stroke: "--backward", width: 2.4 });
-  /** Shades the steps that were traced, and marks those with a number that is not finite. */
-  const below = ({ ctx, bbox: { left, top, width, height }, valToPos }) => {
-    const place = (step) => Math.min(Math.max(valToPos(step, "x", true), left), left + width);
-    ctx.save();
-    if (traced) {
-      ctx.globalAlpha = 0.16;
-      ctx.fillStyle = colour("--faint");
-      const [begin, end] = [place(traced[0] - 0.5), place(traced[1] + 0.5)];
-      ctx.fillRect(begin, top, Math.max(end - begin, 2), height);
-      ctx.globalAlpha = 1;
-    }
-    ctx.fillStyle = colour("--fence");
-    for (const [step] of bad) ctx.fillRect(place(step), top, 1.5 * uPlot.pxRatio, height);
-    ctx.restore();
-  };
+  const shared = { band: traced, marks: [
+    ...bad.map(([step, what]) => [step, `not finite: ${what}`, "--fence"]),
+    ...resumes.map(({ step, changed }) => [step + 0.5, `resumed${changed ? `: ${changed}` : ""}`, "--ink", true]),
+  ] };
   const held = new Map(val);
   drawLines("loss", steps, [
     each(loss), mean(lossMean),
     ...(val.length ? [{ label: "held out", values: steps.map((step) => held.get(step)), stroke: "--optimizer", points: true }] : []),
     ...(entropy ? [level(`unigram entropy ${entropy.toFixed(2)}`, entropy, "--fence")] : []),
-  ], { write: (value) => value.toFixed(4), below });
+  ], { ...shared, write: (value) => value.toFixed(4), fromZero: false });
   const sorted = (speed.length > 1 ? speed.slice(1) : [...speed]).sort((a, b) => a - b);
   const middle = sorted.length >> 1;
   const median = sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
-  drawLines("speed", steps, [each(speed), level(`median ${count(median)}`, median, "--backward")], { below });
-  if (norm) drawLines("norm", steps, [each(norm), mean(normMean)], { write: exact, below });
-  if (lr) drawLines("lr", steps, [each(lr)], { write: exact, below });
+  drawLines("speed", steps, [each(speed), level(`median ${count(median)}`, median, "--backward")], shared);
+  if (norm) drawLines("norm", steps, [each(norm), mean(normMean)], { ...shared, write: exact });
+  if (lr) drawLines("lr", steps, [each(lr)], { ...shared, write: exact });
 }

@@ -5,7 +5,6 @@ function drawTimeline() {
   const RANKS_A_PAGE = 8, ROW = 24, GAP = 3, RANK_GAP = 18, TOP = 26, MOST_ROWS = 3;
   const communication = new Set(trace.communication);
   const all = trace.ranks;
-  const first = all[0].steps[0], last = all[0].steps[all[0].steps.length - 1];
   const whole = [Math.min(...all.map((rank) => rank.steps[0][1])), Math.max(...all.map((rank) => rank.steps[rank.steps.length - 1][2]))];
   let page = 0, home = whole, view = whole, tracks = [], dragged = null, gutter = 0, width = 0;
 
@@ -47,10 +46,6 @@ function drawTimeline() {
     }
     return low;
   }
-  const isDark = (hex) => {
-    const [red, green, blue] = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
-    return 0.299 * red + 0.587 * green + 0.114 * blue < 135;
-  };
 
   function draw() {
     const height = layOut();
@@ -64,7 +59,6 @@ function drawTimeline() {
     const ink = colour("--ink"), soft = colour("--soft"), faint = colour("--faint"), rule = colour("--rule"), wash = colour("--wash");
     const sans = colour("--sans");
     const kinds = Object.fromEntries(trace.kinds.map((kind) => [kind, colour(kindVariable(kind))]));
-    const light = "#ffffff", dark = "#14171b";
     context.textBaseline = "middle";
 
     context.font = `12px ${sans}`;
@@ -116,15 +110,13 @@ function drawTimeline() {
         }
         const wide = Math.max(right - left - (right - left > 4 ? 1 : 0), 0.8);
         context.fillStyle = kinds[kind];
-        if (kind === "other") context.globalAlpha = 0.55;
         context.fillRect(left, track.y, wide, ROW);
-        context.globalAlpha = 1;
         const name = unit >= 0 ? trace.names[unit] : kind;
         if (wide > 18) {
           const from = Math.max(left, gutter), room = Math.min(right, width) - from - 8;
           const text = fitting(name, room);
           if (text) {
-            context.fillStyle = kind === "other" ? soft : isDark(kinds[kind]) ? light : dark;
+            context.fillStyle = onColour(kinds[kind]);
             context.fillText(text, from + (room + 8) / 2, track.y + ROW / 2 + 0.5);
           }
         }
@@ -148,10 +140,11 @@ function drawTimeline() {
     }
   }
 
-  /** As much of a unit's name as there is room for, its end first: `model.layers.3`, `layers.3`, `3`. */
+  /** As much of a unit's name as there is room for, its end first, without what all begin with: `layers.3`, `3`. */
+  const begins = new Set(trace.names.filter((name) => name !== "(root)").map((name) => name.split(".")[0]));
   function fitting(name, room) {
     const parts = name.split(".");
-    for (let from = 0; from < parts.length; from++) {
+    for (let from = parts.length > 1 && begins.size === 1 ? 1 : 0; from < parts.length; from++) {
       const text = parts.slice(from).join(".");
       if (context.measureText(text).width <= room) return text;
     }
@@ -162,7 +155,7 @@ function drawTimeline() {
     const least = 2000; // nanoseconds
     let span = Math.min(Math.max(to - from, least), whole[1] - whole[0]);
     const start = Math.min(Math.max(from, whole[0]), whole[1] - span);
-    view = [start, start + span];
+    view = keep.zoom.timeline = [start, start + span];
     draw();
   }
   const zoom = (factor, around = (view[0] + view[1]) / 2) =>
@@ -194,29 +187,44 @@ function drawTimeline() {
     showTip(event, unit >= 0 ? `${kind} · ${trace.names[unit]}` : kind, [...lines, `rank ${found.track.rank.rank}`]);
   }
 
+  // One pointer selects what to zoom to (a mouse), or moves (a finger, or Shift); two fingers pinch.
+  const fingers = new Map();
+  const placeOf = (event) => event.clientX - canvas.getBoundingClientRect().left;
+  const grab = (moves) => {
+    const [at, other] = [...fingers.values()];
+    dragged = { from: at, to: at, moves, apart: other && Math.abs(at - other), view };
+  };
   canvas.addEventListener("pointerdown", (event) => {
     if (event.button !== 0) return;
     canvas.setPointerCapture(event.pointerId);
-    const at = event.clientX - canvas.getBoundingClientRect().left;
-    dragged = { from: at, to: at, moves: event.shiftKey, view };
+    fingers.set(event.pointerId, placeOf(event));
+    grab(event.shiftKey || event.pointerType === "touch");
     hideTip();
   });
   canvas.addEventListener("pointermove", (event) => {
-    if (!dragged) { hover(event); return; }
-    dragged.to = Math.max(gutter, event.clientX - canvas.getBoundingClientRect().left);
-    if (dragged.moves) {
-      const by = ((dragged.from - dragged.to) / (width - gutter)) * (dragged.view[1] - dragged.view[0]);
-      show(dragged.view[0] + by, dragged.view[1] + by);
-    } else draw();
-  });
-  canvas.addEventListener("pointerup", () => {
-    if (!dragged) return;
-    const { from, to, moves } = dragged;
-    dragged = null;
-    if (!moves && Math.abs(to - from) > 5) show(timeAt(Math.min(from, to)), timeAt(Math.max(from, to)));
+    if (!fingers.has(event.pointerId)) { hover(event); return; }
+    fingers.set(event.pointerId, placeOf(event));
+    const [at, other] = [...fingers.values()], { from, apart, view: [begin, end] } = dragged;
+    dragged.to = Math.max(gutter, at);
+    const nsAPixel = (end - begin) / (width - gutter);
+    if (other) {
+      const factor = Math.max(apart, 8) / Math.max(Math.abs(at - other), 8);
+      const middle = begin + ((at + other) / 2 - gutter) * nsAPixel;
+      show(middle - (middle - begin) * factor, middle + (end - middle) * factor);
+    } else if (dragged.moves) show(begin + (from - at) * nsAPixel, end + (from - at) * nsAPixel);
     else draw();
   });
-  canvas.addEventListener("pointerleave", hideTip);
+  const release = (event) => {
+    if (!fingers.delete(event.pointerId)) return;
+    const { from, to, moves } = dragged;
+    if (fingers.size) { grab(true); return; }
+    dragged = null;
+    if (!moves && Math.abs(to - from) > 5) show(timeAt(Math.min(from, to)), timeAt(Math.max(from, to)));
+    else { draw(); if (moves && Math.abs(to - from) <= 5) hover(event); }
+  };
+  canvas.addEventListener("pointerup", release);
+  canvas.addEventListener("pointercancel", release);
+  canvas.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") hideTip(); });
   canvas.addEventListener("dblclick", goHome);
   canvas.addEventListener("wheel", (event) => {
     const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
@@ -259,5 +267,6 @@ function drawTimeline() {
     legend.append(made("li", {}, made("i", { className: "swatch", style: `background: var(${kindVariable(kind)})` }), kind));
   }
   keepDrawn(canvas.parentElement, draw);
+  if (left.zoom?.timeline) show(...left.zoom.timeline);
 }
 if (trace) drawTimeline();
