@@ -38,9 +38,9 @@ Examples; what follows the script, or -m MODULE, is the script's own:
 
     fullshard compare --ranks 4 --rounds 5 --md train.py
 
-    fullshard compare --out compare.json -m my_package.train
+    fullshard compare --out runs/first/compare.json -m my_package.train
 
-The script is run as it is: on each engine once with losses and gradients recorded, then in turn with nothing recorded, for the time and memory of a step. Each run ends after some steps of its optimizer. {side} in its arguments becomes "torch", "fullshard", "torch-1", ..., for what it writes.
+The script is run as it is: on each engine once with losses and gradients recorded, then in turn with nothing recorded, for the time and memory of a step. Each run ends after some steps of its optimizer. {side} in its arguments becomes "torch", "fullshard", "torch-1", ..., for what it writes. `fullshard report runs/first` shows the compare.json that it finds there.
 
 Exit codes: 0 the same, or different by rounding alone, 1 a run failed, 2 unusable options, 5 different.
 """
@@ -191,6 +191,7 @@ def compare(
         print("fullshard compare: stopped", file=sys.stderr)
         raise typer.Exit(Exit.FAILED) from None
     if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json_text(switch.as_dict(found), indent=2), encoding="utf-8")
     switch.show(found, layout="json" if as_json else "md" if as_md else "table")
     raise typer.Exit(found.code)

@@ -155,6 +155,12 @@ def markdown(paths: Sequence[Path]) -> str:
         ]  # fmt: skip
         heads = ["Unit", "Gather, exposed", "Reduce, exposed", "Together", "Gathered a step"]
         text += ["### Exposed communication per unit", _table(heads, units)]
+    if run.switch:
+        heads = ["", "PyTorch's FSDP", "fullshard", ""]
+        text += ["### PyTorch's FSDP and fullshard", _table(heads, run.switch["rows"])]
+        text.append(
+            "\n".join(f"- {said}" for said in (run.switch["verdict"], *run.switch["notes"]))
+        )
     if data["about"]:
         text.append(_table(["", ""], data["about"]))
     return "\n\n".join(text)

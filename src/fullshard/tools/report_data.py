@@ -262,6 +262,7 @@ def page_data(run: RunRecord, *, refresh_s: int | None = None) -> dict[str, Any]
         "title": run.title,
         "facts": facts(run),
         "advice": _advice(run),
+        "switch": run.switch,
         "refresh_s": refresh_s,
         "figures": [figure._asdict() for figure in figures(run)],
         "about": about(run),

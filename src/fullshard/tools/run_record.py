@@ -2,6 +2,7 @@
 
 RUN/metrics.jsonl, config.json, summary.json    what `fullshard train` wrote, as far as it is there
 RUN/trace/rank*.json or RUN/rank*.json          what `fullshard.trace` wrote, if anything
+RUN/compare.json                                what `fullshard compare --out` wrote, if it did
 """
 
 import dataclasses
@@ -9,12 +10,21 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from fullshard.json_files import read_json
 from fullshard.plan.trace import RankTrace, TraceError, read_traces
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.run_folder import Earlier, RunFolder
 from fullshard.tools.trace_metrics import common_steps, peaks, step_ns
+
+
+class Switch(TypedDict):
+    """A script's numbers on PyTorch's engine and on fullshard: rows of (what, PyTorch's, fullshard's, relation)."""
+
+    verdict: str
+    rows: list[list[str]]
+    notes: list[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +41,7 @@ class RunRecord:
     traces: list[RankTrace]
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     earlier: list[Earlier] = dataclasses.field(default_factory=list)
+    switch: Switch | None = None
 
     @property
     def title(self) -> str:
@@ -76,7 +87,20 @@ def read_run(path: Path) -> RunRecord:
         traces,
         folder.read_facts() if is_run else {},
         folder.read_earlier() if is_run else [],
+        _read_switch(path / "compare.json"),
     )
+
+
+def _read_switch(path: Path) -> Switch | None:
+    def refuse(why: str) -> OptionError:
+        return OptionError(f"{path}: {why}. Write it again with `fullshard compare --out`.")
+
+    if not path.exists():
+        return None
+    switch: Switch = read_json(path, Switch, refuse)
+    if any(len(row) != 4 for row in switch["rows"]):
+        raise refuse("has rows of another length")
+    return switch
 
 
 def not_finite(metrics: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:

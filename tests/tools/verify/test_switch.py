@@ -12,7 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fullshard.tools.cli import app
+from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
+from fullshard.tools.report import markdown, write_report
 from fullshard.tools.verify import switch
 from fullshard.tools.verify.comparing import Comparison, Difference, Loss
 from fullshard.tools.verify.engines import CompareOptions
@@ -20,6 +22,7 @@ from fullshard.tools.verify.options import Tolerance
 from fullshard.tools.verify.record import Failure, Output, Part, Run
 from fullshard.tools.verify.switch import Costs, Switch, Values
 from tests.fresh import FORKED_RANKS, Ended, fullshard_in_fork
+from tests.tools.test_report import make_traced_run
 
 HERE = Path(__file__).parent
 SCRIPT = "scripts/by_torch_names.py"
@@ -168,6 +171,20 @@ def test_the_table_fits_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[s
     )
     switch.show(_switch(), layout="md")
     assert "| time of a step | 1.0 s | 550.0 ms | 0.50 (0.49 to 0.55) |" in capsys.readouterr().out
+
+
+def test_the_report_of_a_run_shows_what_is_beside_it(tmp_path: Path) -> None:
+    make_traced_run(tmp_path)
+    file = tmp_path / "compare.json"
+    file.write_text(json.dumps(switch.as_dict(_switch())))
+    page = write_report(tmp_path).page.read_text()
+    text = markdown([tmp_path])
+    for said in (_switch().verdict, "0.50 (0.49 to 0.55)"):
+        assert said in page
+        assert said in text
+    file.write_text(json.dumps({"verdict": "", "notes": [], "rows": [["one"]]}))
+    with pytest.raises(OptionError, match=r"compare\.json.* another length"):
+        write_report(tmp_path)
 
 
 def _recorded(bits: list[dict[str, str]], *losses: float) -> Run:

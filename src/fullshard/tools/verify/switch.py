@@ -344,6 +344,7 @@ def as_dict(switch: Switch) -> dict[str, Any]:
     return {
         "verdict": switch.verdict,
         "code": switch.code,
+        "rows": list(_rows(switch)),
         "program": options.words,
         "ranks": options.ranks,
         "steps": options.steps,
