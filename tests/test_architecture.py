@@ -339,11 +339,11 @@ _MOST_LINES = {
     "live": 910,
     "migrate": 920,
     "models": 1130,
-    "optim": 822,
+    "optim": 830,
     "peers": 3215,
     "plan": 1540,
     "state": 3270,
-    "tools": 15300,
+    "tools": 15650,
     "top": 2020,
     "watch": 1460,
 }
