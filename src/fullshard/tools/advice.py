@@ -94,7 +94,7 @@ def _loss(run: RunRecord) -> Iterator[Advice]:
     options = _options(run.config, "lr", "warmup")
     if marks := not_finite(run.metrics):
         step, what = marks[0]
-        others = f", and {len(marks) - 1} later steps are not either" if len(marks) > 1 else ""
+        others = f", and {len(marks) - 1} more since" if len(marks) > 1 else ""
         before = [entry for entry in run.metrics if entry["step"] < step]
         last = (
             f" (step {before[-1]['step']} had a loss of {before[-1]['loss']:.3f})" if before else ""

@@ -72,7 +72,7 @@ class Trainer:
         try:
             self.language_model = build_model(job.model, config, self.device)
         except (AllocationError, ModelConfigError) as error:
-            raise OptionError(f"--model {config.model}: {error}") from error
+            raise OptionError(f"--model {config.model_name}: {error}") from error
         self.model = self.language_model.module
         self.num_params = num_params = sum(param.numel() for param in self.model.parameters())
         report.note(
@@ -309,7 +309,7 @@ class Trainer:
                 )
                 self.language_model.check_documents_apart(**given)
         except ModelConfigError as error:
-            raise OptionError(f"--model {config.model}: {error}{hint}") from error
+            raise OptionError(f"--model {config.model_name}: {error}{hint}") from error
 
 
 def peak_memory_nbytes(device: torch.device) -> int:
