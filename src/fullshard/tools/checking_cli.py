@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from fullshard.json_files import json_text
-from fullshard.tools.cli_options import flag, refuse, takes
+from fullshard.tools.cli_options import Command, at_least, flag, refuse, takes
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.typed_program import has_module, split_program
@@ -35,9 +34,7 @@ COMPARE_EXAMPLES = """
 Examples; what follows the script, or -m MODULE, is the script's own:
 
     fullshard compare train.py --lr 1e-3
-
     fullshard compare --ranks 4 --rounds 5 --md train.py
-
     fullshard compare --out runs/first/compare.json -m my_package.train
 
 The script is run as it is: on each engine once with losses and gradients recorded, then in turn with nothing recorded, for the time and memory of a step. Each run ends after some steps of its optimizer. {side} in its arguments becomes "torch", "fullshard", "torch-1", ..., for what it writes. `fullshard report runs/first` shows the compare.json that it finds there.
@@ -101,7 +98,7 @@ def verify(
     raise typer.Exit(code)
 
 
-class ProgramCommand(TyperCommand):
+class ProgramCommand(Command):
     """Takes what follows a script, or -m and its module, as the script's own, as Python does."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -121,22 +118,37 @@ def compare(
     module: Annotated[
         str | None, typer.Option("-m", help="A module, in place of a script.", metavar="MODULE")
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Local ranks.", min=2)] = 2,
+    ranks: Annotated[int, typer.Option(help="Local ranks.", callback=at_least(2), metavar="N")] = 2,
     steps: Annotated[
-        int, typer.Option(help="Optimizer steps: recorded, and timed after a few more.", min=1)
+        int,
+        typer.Option(
+            help="Optimizer steps: recorded, and timed after a few more.",
+            callback=at_least(1),
+            metavar="N",
+        ),
     ] = 10,
-    rounds: Annotated[int, typer.Option(help="How often each engine is timed.", min=1)] = 3,
+    rounds: Annotated[
+        int,
+        typer.Option(help="How often each engine is timed.", callback=at_least(1), metavar="N"),
+    ] = 3,
     device: Annotated[
         str | None,
-        typer.Option(help="cpu or cuda, whose memory counts. Default: cuda if there is one."),
+        typer.Option(
+            help="cpu or cuda, whose memory counts. Default: cuda if there is one.",
+            metavar="KIND",
+        ),
     ] = None,
     comm: Annotated[
         str,
         typer.Option(
-            help="How fullshard's ranks exchange bytes: auto, process_group or collectives."
+            help="How fullshard's ranks exchange bytes: auto, process_group or collectives.",
+            metavar="WAY",
         ),
     ] = "auto",
-    timeout: Annotated[float, typer.Option(help="Seconds for each run.", min=1)] = 300.0,
+    timeout: Annotated[
+        float,
+        typer.Option(help="Seconds for each run.", callback=at_least(1), metavar="SECONDS"),
+    ] = 300.0,
     as_json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
     as_md: Annotated[bool, flag("--md", "Print a table in Markdown, for an issue.")] = False,
     out: Annotated[
