@@ -53,12 +53,12 @@ Exit codes: 0 equal in every bit, 1 differs or failed, 2 unusable options or mis
 """
 
 
-def run(_words: Annotated[list[str] | None, typer.Argument(metavar="...")] = None) -> None:
+def run(words: Annotated[list[str] | None, typer.Argument(metavar="...")] = None) -> None:
     """Run an unmodified script on fullshard, with local ranks if asked; --trace DIR records some steps."""
     # `__main__` has run it before it comes here, so that a script's traceback has none of typer.
     from fullshard.tools.run_cli import main
 
-    main("fullshard run", sys.argv[2:])
+    main("fullshard run", words or [])
 
 
 @takes(VerifyOptions)

@@ -25,12 +25,11 @@ _EXAMPLES = """examples:
   fullshard run --ranks 2 train.py --lr 1e-3
   fullshard run --ranks 2 --trace runs/traced train.py
   torchrun --nproc-per-node 2 -m fullshard.run train.py
-  torchrun --nproc-per-node 2 -m fullshard.run -m my_package.train
+  torchrun --nproc-per-node 2 -m fullshard.run -m pkg.train
   torchrun --nproc-per-node 2 -m fullshard.run --cpu trainer.py
 
-What follows the script, or -m MODULE, is the script's own.
-On stderr, rank 0 says what each model is sharded over at its first forward,
-and at the end if nothing was.
+On stderr, rank 0 says what each model is sharded over, at
+its first forward; and at the end, if nothing was.
 """
 _HINT = """[fullshard] This is one process, and no launcher has said which of the ranks it is. Start ranks:
     fullshard run --ranks 2 {program}
@@ -68,14 +67,21 @@ def main(prog: str = "python -m fullshard.run", typed: Sequence[str] | None = No
     _be_a_rank(parser, options, script, arguments)
 
 
+class _Help(argparse.HelpFormatter):
+    """Help whose examples keep their lines."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Run an unmodified script on fullshard: names of torch.distributed.fsdp are its.",
+        description="Run an unmodified script on fullshard: what it imports from torch.distributed.fsdp is then fullshard's.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
         allow_abbrev=False,
-        usage=f"{prog} [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENTS]",
+        usage=f"{prog} [OPTIONS] (SCRIPT | -m MODULE) [ARGS]",
     )
     parser.add_argument(
         "script", nargs="?", help="a path; what follows is the script's own", metavar="SCRIPT"
