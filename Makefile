@@ -102,7 +102,7 @@ $(DOCS): constraints.txt scripts/docs_requirements.txt scripts/bootstrap_venv.py
 	@.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt --requirement scripts/docs_requirements.txt
 	@touch $@
 
-train: $(TRAIN) ## train a 10M-parameter language model on this machine's devices
+train: $(TRAIN) ## train a 10M-parameter language model; ARGS="--model tiny" a small one
 	@$(BIN)/fullshard train $(ARGS)
 
 quick: style ## format check, lint, types, fast tests of each part (2 min)

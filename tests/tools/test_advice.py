@@ -152,7 +152,7 @@ PROVOKED = {
     "allocator": ("rank 1 ran out of memory 4 times", "", run([trace(0), trace(1, num_alloc_retries=4)])),
     "activations": ("saves up to 2.93 KiB", "2.93 KiB", run(pair(saved=6000))),
     "not finite": (
-        "Step 3 is not finite: loss nan (step 2 had a loss of 2.000), and 1 later",
+        "Step 3 is not finite: loss nan (step 2 had a loss of 2.000), and 1 more",
         "",
         run(metrics=steps([100] * 4, [2, 2, math.nan, math.nan])),
     ),

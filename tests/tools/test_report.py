@@ -226,6 +226,9 @@ def test_a_page_follows_a_run_until_it_ends(
     assert done.exit_code == Exit.OK
     assert refreshes == [FOLLOW_S, FOLLOW_S]
     assert Page(folder.report_file.read_text()).data["refresh_s"] is None
+    done = CliRunner().invoke(cli.app, ["report", str(folder.path), "--follow"])
+    assert len(refreshes) == 2
+    assert "is not going on" in done.output
 
 
 def test_following_ends_with_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +291,9 @@ def test_the_command_writes_prints_and_refuses(tmp_path: Path) -> None:
     assert other.exit_code == Exit.OK
     assert (tmp_path / "elsewhere" / "page.html").is_file()
     assert (tmp_path / "elsewhere" / "trace.json").is_file()
+    refused = call(run, "--out", "/proc/page.html")
+    assert refused.exit_code == Exit.USAGE
+    assert "/proc/page.html: cannot be written" in refused.output
     printed = json.loads(call(run, "--json").output)
     assert printed["figures"]["tokens_per_second"]["value"] == 100
     for folder, said in (

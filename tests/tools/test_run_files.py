@@ -20,7 +20,7 @@ from rich.console import Console
 
 from fullshard import latest_checkpoint
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, dumps
-from fullshard.tools import progress
+from fullshard.tools import progress, run_folder
 from fullshard.tools.commands import _finish
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.exits import Exit
@@ -236,3 +236,16 @@ def test_the_line_of_a_terminal_fits_while_it_is_resized() -> None:
             assert ("━" in line) == (columns > 60), line
         lines -= fitting
     assert not lines
+
+
+def test_what_to_type_is_there_to_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = tmp_path / ".venv" / "bin" / "fullshard"
+    there.parent.mkdir(parents=True)
+    there.touch()
+    monkeypatch.setattr(sys, "executable", str(there.with_name("python")))
+    monkeypatch.chdir(tmp_path)
+    for path, typed in ((str(there.parent), "fullshard"), ("", ".venv/bin/fullshard")):
+        if path:
+            there.chmod(0o755)
+        monkeypatch.setenv("PATH", path)
+        assert run_folder.program.__wrapped__() == typed

@@ -77,7 +77,11 @@ def stalled(run: RunRecord) -> str:
 
 def _healthy(run: RunRecord) -> str:
     if not run.traces:
-        return f"Nothing stands out in {len(run.metrics)} steps; none was recorded, so where their time goes is not known."
+        num = len(run.metrics)
+        return (
+            f"Loss and speed show nothing unusual in {num} step{'s' if num > 1 else ''}. Where their time goes is not known, "
+            "since none was traced."
+        )
     parts = {share.kind: share.share for share in shares(run.traces)}
     work = sum(parts.get(kind, 0.0) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER))
     exposed = exposed_ns(run.traces) / step_ns(run.traces)

@@ -58,7 +58,6 @@ def write_report(path: Path, out: Path | None = None, *, refresh_s: int | None =
     """
     run = read_run(path)
     page = out or RunFolder(path).report_file
-    page.parent.mkdir(parents=True, exist_ok=True)
     trace = page.with_name("trace.json") if run.traces else None
     data = page_data(run, refresh_s=refresh_s)
     text = render("report.html", data, how_texts=HOW, **_sentences(run, data))
@@ -69,10 +68,19 @@ def write_report(path: Path, out: Path | None = None, *, refresh_s: int | None =
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that appears when it is complete: a browser may be loading the one before."""
+    """Write a file that appears when it is complete: a browser may be loading the one before.
+
+    Raises OptionError where it cannot be written.
+    """
     partial = path.with_name(f"{path.name}.part")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise OptionError(
+            f"{path}: cannot be written ({error.strerror}). Name another file with --out."
+        ) from error
 
 
 def follow(path: Path, out: Path | None) -> Written:
@@ -85,6 +93,13 @@ def follow(path: Path, out: Path | None) -> Written:
         raise OptionError(
             f"{path}: no run of `fullshard train` has begun here, so there is none to follow."
         )
+    if (summary := folder.read_summary()) is not None:
+        print(
+            f"{path}: this run is not going on, it has {summary['status']}; the page is of then. "
+            "Of a run that is resumed, ask again once it takes steps.",
+            file=sys.stderr,
+        )
+        return write_report(path, out)
     page = (out or folder.report_file).resolve().as_uri()
     print(
         f"following {path} every {FOLLOW_S} s until it ends (Ctrl-C ends it here): {page}",
@@ -190,7 +205,6 @@ def metrics_of(path: Path) -> dict[str, Any]:
 def write_comparison(paths: Sequence[Path], out: Path) -> Path:
     """Write the page; return its path. Raises OptionError as `read_run` does, and for too many runs."""
     page = render("compare.html", compare(paths))
-    out.parent.mkdir(parents=True, exist_ok=True)
     _write(out, page)
     return out
 

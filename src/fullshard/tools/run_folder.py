@@ -19,6 +19,8 @@ import functools
 import json
 import os
 import shlex
+import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
@@ -86,6 +88,17 @@ def _below(name: str) -> "functools.cached_property[Path]":
     return functools.cached_property(lambda run: run.path / name)
 
 
+@functools.cache
+def program() -> str:
+    """What to type for `fullshard` where this runs: in an environment that is not active, where its file is."""
+    there = Path(sys.executable).with_name("fullshard")
+    if shutil.which("fullshard") or not there.is_file():
+        return "fullshard"
+    return shlex.quote(
+        str(there.relative_to(Path.cwd()) if there.is_relative_to(Path.cwd()) else there)
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
     """Paths and files of one run."""
@@ -104,13 +117,13 @@ class RunFolder:
     @property
     def to_resume(self) -> str:
         """What to type to continue the run."""
-        return f"fullshard train --resume {shlex.quote(str(self.path))}"
+        return f"{program()} train --resume {shlex.quote(str(self.path))}"
 
     @property
     def to_begin_again(self) -> str:
         """What to type to begin the run again in this folder, where it has no checkpoint; it continues one that it has."""
         folder = shlex.quote(str(self.path))
-        return f"fullshard train --config {folder} --out {folder} --auto-resume"
+        return f"{program()} train --config {folder} --out {folder} --auto-resume"
 
     def what_is_saved(self) -> str:
         """Say which checkpoint there is, and what to type to go on from it, or to begin again."""
