@@ -68,6 +68,38 @@ def test_a_process_that_computes_nothing_does_not_wait_for_the_engine() -> None:
     assert not {"fullshard.engine", "torch.distributed.tensor"} & imported
 
 
+_INTERRUPTING = """
+import sys
+
+class Interrupting:
+    def find_spec(name, *_):
+        if name == "torch":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupting)
+"""
+
+
+@pytest.mark.parametrize(("rank", "is_heard"), [("0", True), ("1", False)])
+def test_a_training_says_that_it_starts_before_torch_is_there(
+    tmp_path: Path, *, rank: str, is_heard: bool
+) -> None:
+    """And what is left, where Ctrl-C comes meanwhile."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("step-00000060\n")
+    before = f"import os\nos.environ['RANK'] = '{rank}'\n{_INTERRUPTING}"
+    for words, left in (
+        (("--resume", tmp_path), "checkpoint of step 60"),
+        (("--out", tmp_path, "--auto-resume"), "checkpoint of step 60"),
+        (("--steps", 3), "nothing to save"),
+    ):
+        program = before + program_of("train", *words)
+        (done,) = in_fresh_forks(program, imported="fullshard.tools.cli")
+        lines = done.err.splitlines()
+        assert (done.code, done.out, len(lines)) == (130, "", 2 if is_heard else 0)
+        assert not is_heard or (lines[0] == "starting ..." and left in lines[1])
+
+
 def test_the_version_is_printed() -> None:
     _, said, _ = _without_torch("--version")
     assert said == f"fullshard {fullshard.__version__}, torch {version('torch')}"

@@ -75,7 +75,7 @@ def test_a_command_of_fullshard_becomes_a_module() -> None:
         (["slurm", "--", "train", "--ranks", "2", "--out", "a"], "train --ranks 2: leave it out"),
         (["slurm", "--", "python", "-m", "fullshard", "train"], "train: name a folder that all"),
         (["slurm", "--", "train", "--no-such"], "No such option: --no-such"),
-        (["slurm", "--", "train", "--steps", "many"], "Invalid value for '--steps'"),
+        (["slurm", "--", "train", "--steps", "many"], "Invalid value for '--steps': many"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

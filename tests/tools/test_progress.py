@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fullshard.tools import progress
 from fullshard.tools.progress import SPEED_STEPS, Plain, Speed, printable
-from fullshard.tools.worker import _show, _traceback_of
+from fullshard.tools.worker import _show, _show_end, _traceback_of
 
 
 def test_speed_is_that_of_the_last_steps_together() -> None:
@@ -34,19 +34,38 @@ def test_control_characters_are_shown_and_not_obeyed() -> None:
     assert {c for c in every if unicodedata.category(c) == "Cc"} == {"\n", "\t"}
 
 
+def _summary(folder: Path, **facts: object) -> dict[str, object]:
+    names = ("loss", "val_loss", "unigram_entropy", "tokens_per_second", "seconds")
+    numbers = dict.fromkeys((*names, "steps", "peak_memory_per_rank"), 1.0)
+    words = {"unit": "byte", "status": "finished", "out": str(folder), "report": None}
+    return {**numbers, **words, "step": 7, **facts}
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_end_of_a_run_is_broken_at_spaces_and_commands_are_whole(width: int) -> None:
+    folder = Path("/a/folder/with/a/name") / ("long" * 5)
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, color_system=None, width=width)
+    _show_end(_summary(folder, report="report.html"), console)
+    lines = shown.getvalue().splitlines()
+    commands = [line for line in lines if "fullshard " in line]
+    assert len(commands) == 2
+    assert all(str(folder) in line for line in commands)
+    whole = {*commands, *(line for line in lines if len(line.split()) == 1)}  # paths
+    assert all(len(line) <= width or line in whole for line in lines)
+    assert all(line.startswith("fullshard ") for line in commands if len(line) > width)
+    assert " ".join(shown.getvalue().split()).startswith(
+        "loss 1.000 nats per byte (mean of the last 7 steps)"
+    )
+    hanging = [line for line in lines[1:] if line.startswith(" ")]
+    assert bool(hanging) == (width < 120)
+    assert all(line.startswith(" " * 12) for line in hanging)
+
+
 def test_the_sample_is_printed_escaped_and_kept_as_it_is_in_json(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    names = ("loss", "val_loss", "unigram_entropy", "tokens_per_second", "seconds")
-    numbers = dict.fromkeys((*names, "steps", "peak_memory_per_rank"), 1.0)
-    summary = {
-        **numbers,
-        "unit": "byte",
-        "status": "finished",
-        "out": str(tmp_path),
-        "report": None,
-        "sample": "def\x1b]0;x\x07\n\n  a\n  b\n  c\n",
-    }
+    summary = _summary(tmp_path, sample="def\x1b]0;x\x07\n\n  a\n  b\n  c\n")
     _show(summary, Plain(Console()), as_json=False)
     shown = capsys.readouterr().out
     assert "--- sample ---\ndef\\x1b]0;x\\x07\n  a\n  b\n----" in shown

@@ -38,7 +38,7 @@ from tests.tools.processes import (
 )
 
 _SAID = r"starting|joining|corpus:|model:|step \d+/90  loss|(SIG\w+: )?stopping after|stopped after step"
-_SAID += r"|loss  |speed  |results  "
+_SAID += r"|saving step|writing|loss  |speed  |results  |go on  "
 NINETY = (*TINY, *PAGES, "--steps", "90", "--save-every", "60")
 DAWDLING = ("--logger", f"{Dawdling.__module__}:{Dawdling.__name__}")
 
@@ -85,6 +85,7 @@ def test_progress_goes_to_standard_error_alone(straight: Straight) -> None:
     assert len(straight.result.out.splitlines()) == 1
     assert straight.result.err.count("step 90/90") == 1
     assert "unigram entropy" in straight.result.err
+    assert "writing the report" in straight.result.err
     assert straight.second.out + straight.second.err == "", "only rank 0 reports"
 
 
@@ -162,6 +163,29 @@ os.close(reading)
 os.dup2(writing, 1)
 os.dup2(writing, 2)
 """
+
+
+_ONE_ENDS_BY_THE_REQUEST = """
+import os, signal
+from fullshard.tools.train import Trainer
+
+def asked(trainer, job):
+    if trainer.rank == 0:
+        os._exit(130)  # it was not ready to save yet
+    os.kill(os.getpid(), signal.SIGINT)
+    check_alike(trainer, job)
+
+check_alike, Trainer._check_alike = Trainer._check_alike, asked
+"""
+
+
+def test_a_rank_that_loses_another_as_both_are_asked_to_stop_says_nothing(tmp_path: Path) -> None:
+    words = ("train", *FOREVER, "--out", tmp_path / "run")
+    first, second = fullshard_on_ranks(2, *words, before=_ONE_ENDS_BY_THE_REQUEST)
+    assert (first.code, second.code, second.out) == (130, 130, "")
+    assert (
+        "fullshard" not in second.err
+    )  # torch tells of the store, which in this test goes with rank 0
 
 
 def test_a_run_that_nobody_can_be_told_of_ends_well(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ def command(context: typer.Context, **options: Any) -> None: ...
 """
 
 import dataclasses
+import functools
 import inspect
 import re
 import shutil
@@ -59,6 +60,7 @@ class _ReadableHelp:
     def get_params(self, ctx: Any) -> Any:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for each in params:
+            each.process_value = functools.partial(_processed, each)
             if isinstance(each, TyperArgument):  # whose metavar is its name
                 each.display_type_rich = lambda ctx: None  # type: ignore[method-assign]  # noqa: ARG005
             elif each.is_flag:
@@ -135,6 +137,17 @@ def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
         text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
     return [line.replace("\0", " ") for line in lines]
+
+
+def _processed(parameter: Any, ctx: Any, typed: Any) -> Any:
+    """Convert what was typed for a parameter; where that cannot be, the error repeats it."""
+    try:
+        return type(parameter).process_value(parameter, ctx, typed)
+    except typer.BadParameter as error:
+        if isinstance(typed, str) and typed not in error.message:
+            expected = re.sub(r"^Input should be ([^,]*).*", r"must be \1", error.message)
+            error.message = f"{typed}: {expected}."
+        raise
 
 
 def at_least(least: float) -> Any:

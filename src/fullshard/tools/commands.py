@@ -4,7 +4,6 @@ Each returns its exit code, after it has said on standard error what went wrong.
 given, not read.
 """
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from fullshard.tools.job import (
     resumed_job,
 )
 from fullshard.tools.launch import Ending, Place, launch, launch_forks, may_fork, place_in
+from fullshard.tools.progress import before_first_step, say
 from fullshard.tools.weights import what_it_begins_with
 
 
@@ -45,7 +45,7 @@ def train(typed: Typed, environment: Mapping[str, str], *, as_json: bool) -> Exi
         job = _job(typed, place)
         note = "" if job.checkpoint else what_it_begins_with(job.config)
         if note and (place is None or (place.rank == 0 and place.launcher_pid is None)):
-            print(note, file=sys.stderr)
+            say(note)
         if place is None:
             check_local_ranks(job.config.device, job.config.ranks)
             if (ending := _launch(job, typed, environment)) is not None:
@@ -57,7 +57,7 @@ def train(typed: Typed, environment: Mapping[str, str], *, as_json: bool) -> Exi
         if not typed.auto_resume:
             return _refuse(error, quiet=place is not None and place.local_rank != 0)
         if place is None or place.rank == 0:
-            print(f"{typed.out}: the run has finished; nothing is left to do.", file=sys.stderr)
+            say(f"{typed.out}: the run has finished; nothing is left to do.")
         return Exit.OK
     except OptionError as error:
         return _refuse(error, quiet=place is not None and place.local_rank != 0)
@@ -135,10 +135,9 @@ def _launch(job: Job, typed: Typed, environment: Mapping[str, str]) -> Ending | 
     # The ranks parse the same line, and would take another time for the default of --out.
     out = () if typed.out or typed.resume else ("--out", str(job.folder.path))
     arguments = ["train", *typed.words, *out]
-    print(
+    say(
         f"starting {ranks} {job.config.device} rank{'s' if ranks > 1 else ''}; results go to "
-        f"{job.folder.path}",
-        file=sys.stderr,
+        f"{job.folder.path}"
     )
     if not may_fork():
         return launch(arguments, ranks=ranks, threads=threads)
@@ -157,22 +156,19 @@ def _finish(ending: Ending, job: Job) -> Exit:
         # before the first.
         statuses = {"finished": Exit.OK, "stopped": Exit.STOPPED}
         code = statuses.get(summary["status"], Exit.FAILED) if summary else Exit.FAILED
-        if summary is None:
-            print(f"fullshard: {_what_is_lost(job)}", file=sys.stderr)
+        if summary is None:  # they have left without an end of their own
+            metrics = job.folder.metrics()
+            if not metrics or metrics[-1]["step"] <= job.done:
+                say(before_first_step(job.folder.path if job.done else None))
+                code = Exit.INTERRUPTED
+            else:
+                say(
+                    f"fullshard: the ranks were ended after step {metrics[-1]['step']}, before they had saved it. "
+                    f"{job.folder.what_is_saved()}"
+                )
     if ending.message:
-        print(f"fullshard: {ending.message}", file=sys.stderr)
+        say(f"fullshard: {ending.message}")
     return code
-
-
-def _what_is_lost(job: Job) -> str:
-    """Say what ranks that were asked to stop have left without an end of their own."""
-    metrics = job.folder.metrics()
-    if not metrics or metrics[-1]["step"] <= job.done:
-        return "stopped before the first step; nothing to save."
-    return (
-        f"the ranks were ended after step {metrics[-1]['step']}, before they had saved it. "
-        f"{job.folder.what_is_saved()}"
-    )
 
 
 def _refuse(error: OptionError, *, quiet: bool, command: str = "train") -> Exit:

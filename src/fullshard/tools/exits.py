@@ -13,3 +13,4 @@ class Exit(enum.IntEnum):
     DAMAGED = 4  # `fullshard ckpt verify`
     DIFFERENT = 5  # `fullshard ckpt diff`
     STOPPED = 75  # sysexits' EX_TEMPFAIL: stopped on request, saved, to be resumed
+    INTERRUPTED = 130  # as a shell says of SIGINT: asked to stop before the first step

@@ -115,10 +115,10 @@ class _Fork:
         gc.freeze()  # or each would look through what was imported for garbage, and copy it
         self.pid = os.fork()
         if not self.pid:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while starting
             os.setsid()
             for name, value in environment.items():
                 os.environ[name] = value
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while starting
 
     def wait(self, timeout: float) -> int:
         deadline = time.monotonic() + timeout
@@ -194,9 +194,9 @@ def _launch(
                 process.kill()
             if (
                 processes and sys.stderr.isatty()
-            ):  # a live line hides the cursor, also where its rank was killed
+            ):  # a live line hides the cursor, and stays there, where its rank was killed
                 with contextlib.suppress(OSError):
-                    print("\x1b[?25h", end="", file=sys.stderr, flush=True)
+                    print("\r\x1b[2K\x1b[?25h", end="", file=sys.stderr, flush=True)
 
 
 class StopRequest:
@@ -207,23 +207,25 @@ class StopRequest:
     (SIGHUP under `nohup`) stays ignored. Processes that this one forks, such as workers that load data, have back
     what was there before: a signal is to end them. So has this one at the end of a `with`.
 
-    leads_to: what comes of a request now, in words. on_change: is called when `asked` or `again` has changed, on a
-    thread of its own: Python calls handlers of signals between two instructions of the main thread, and one that
-    computes a layer may take seconds.
+    leads_to: what comes of a request now, in words; "" until `lead_to` is called. on_change: is called when `asked` or
+    `again` has changed, on a thread of its own: Python calls handlers of signals between two instructions of the main
+    thread, and one that computes a layer may take seconds.
     """
 
     def __init__(self, on_change: "Callable[[StopRequest], None] | None" = None) -> None:
         self.asked = 0
         self.again = False
-        self.leads_to = "stopping after the first step and saving"
+        self.leads_to = ""
         self._asked_at = 0.0
+        self._on_change = on_change
+        self._changing = threading.Lock()
         self._before: dict[int, Any] = {}
         self._listens = on_change is not None
         if on_change is not None:
             reading, writing = os.pipe()
             os.set_blocking(writing, False)
             signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-            threading.Thread(target=self._listen, args=(reading, on_change), daemon=True).start()
+            threading.Thread(target=self._listen, args=(reading,), daemon=True).start()
         handler = _ignore if self._listens else self._handle
         for name in STOP_SIGNALS:
             number = signal.Signals[name]
@@ -239,13 +241,21 @@ class StopRequest:
         elif number == signal.SIGINT and time.monotonic() - self._asked_at >= _AGAIN_S:
             self.again = True
 
-    def _listen(self, pipe: int, on_change: "Callable[[StopRequest], None]") -> None:
+    def lead_to(self, what: str) -> None:
+        """Say what comes of a request from now on: all ranks note it, and none ends by it. Of an earlier one, too."""
+        with self._changing:
+            self.leads_to = what
+            if self.asked and self._on_change is not None:
+                self._on_change(self)
+
+    def _listen(self, pipe: int) -> None:
         while number := os.read(pipe, 1)[0]:
-            before = self.asked, self.again
-            if number in self._before:
-                self._handle(number, None)
-            if before != (self.asked, self.again):
-                on_change(self)
+            with self._changing:
+                before = self.asked, self.again
+                if number in self._before:
+                    self._handle(number, None)
+                if self._on_change is not None and before != (self.asked, self.again):
+                    self._on_change(self)
 
     def __enter__(self) -> "StopRequest":
         return self

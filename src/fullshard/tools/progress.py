@@ -5,8 +5,11 @@ Everything goes to standard error, so that standard output carries results alone
 
 import contextlib
 import sys
+import textwrap
 import time
 from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any, cast
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -28,6 +31,7 @@ SPEED_STEPS = 20
 _COPYING_AFTER_S = 2.0
 _REDRAWN_PER_S = 4  # often enough for a spinner, and nothing to a step
 _BAR = (8, 40)  # columns, at least and at most
+_ECHO = len("^C")  # what a terminal writes behind the line where Ctrl-C is pressed
 _BEFORE_BAR = 5  # parts of the line that matter more than it: step, time left and three figures
 # Of plain lines: at first every 2 s, then rarer the longer a run goes, in the end every 5 minutes. A day has 440.
 _LEAST_INTERVAL_S, _MOST_INTERVAL_S, _SHARE_OF_RUN = 2.0, 300.0, 1 / 30
@@ -131,7 +135,8 @@ class Live(Reporter):
         if text.endswith("...") and self._pace is None:
             self._now = text
         else:
-            self._console.print(escape(text), highlight=False, soft_wrap=True)
+            for line in wrapped(Text(text), self._console):
+                self._console.print(line, soft_wrap=True)
         self._show()
 
     def begin(self, *, total: int, done: int) -> None:
@@ -162,7 +167,7 @@ class Live(Reporter):
         self._display.refresh()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        line, room = Text(no_wrap=True, overflow="crop", end=""), options.max_width - 1
+        line, room = Text(no_wrap=True, overflow="crop", end=""), options.max_width - 1 - _ECHO
         if self._display is None and self._pace is None:
             return
         turning = self._spinner.render(console.get_time())
@@ -269,6 +274,64 @@ class Speed:
         self._steps.append((num_tokens, seconds))
         tokens, times = zip(*self._steps, strict=True)
         return float(sum(tokens) / sum(times))
+
+
+def say_starting() -> None:
+    """Say on standard error that a command has begun, where importing torch takes seconds until it can say more.
+
+    On a terminal the next line takes its place: each is longer.
+    """
+    if "torch" not in sys.modules:
+        end = "\r" if sys.stderr.isatty() else "\n"
+        print("starting ...", end=end, file=Lasting(sys.stderr), flush=True)
+
+
+def say(text: str) -> None:
+    """Print on standard error, on a terminal in the place of a live line that another process has left there."""
+    clear = "\r\x1b[2K" if sys.stderr.isatty() else ""
+    print(f"{clear}{text}", file=Lasting(sys.stderr), flush=True)
+
+
+def before_first_step(run: Path | None) -> str:
+    """Say what is left of a run that ends before its first step. run: the folder of one that was to go on.
+
+    Reads a name alone: torch may not be there yet.
+    """
+    step = 0
+    if run is not None:
+        with contextlib.suppress(OSError, ValueError):
+            step = int((run / "checkpoints" / "latest").read_text().rpartition("-")[2])
+    left = f"the checkpoint of step {step} is as it was" if step else "nothing to save"
+    return f"fullshard: stopped before the first step; {left}."
+
+
+def wrapped(text: Text, console: Console, *, indent: int = 0) -> Iterator[Text]:
+    """Yield the lines of a text, broken at spaces as a terminal's width asks for; those of a log are as long as they are.
+
+    indent: columns of spaces before each line but the first. A word that is longer than a line, such as a path, stays
+    whole, so that it can be copied.
+    """
+    begin, plain = 0, text.plain
+    for line in _lines(plain, console.width, indent) if console.is_terminal else [plain]:
+        own = line[indent if begin else 0 :]
+        start = plain.index(own, begin)
+        end = start + len(own)
+        yield Text(line[: len(line) - len(own)]).append_text(text[start:end])
+        begin = end
+
+
+def _lines(text: str, width: int, indent: int) -> Iterator[str]:
+    how = textwrap.TextWrapper(
+        width,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        expand_tabs=False,
+        replace_whitespace=False,
+    )
+    for line in text.split("\n"):
+        yield from how.wrap(line) or [how.initial_indent]
+        how.initial_indent = how.subsequent_indent
 
 
 def printable(text: str) -> str:

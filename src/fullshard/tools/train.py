@@ -66,6 +66,7 @@ class Trainer:
         for note in self.text.notes():
             report.note(note)
         self._check_alike(job)
+        stop.lead_to("stopping after the first step and saving")  # none is still without `stop`
         self._speed = Speed()
         self.val_loss: float | None = None  # the last one, on rank 0
         self.loggers = make_loggers(config.log if self.rank == 0 else (), report.note)
@@ -132,8 +133,9 @@ class Trainer:
                     self._pending = saving if isinstance(saving, fullshard.PendingSave) else None
                 if result.stop:
                     break
-        self.checkpoints.close()  # waits for the last one
         self.report.end()
+        self.report.note(f"saving step {done} ...")
+        self.checkpoints.close()  # waits for the last one
         return done
 
     def _not_finite(self, step: int, loss: float) -> str:

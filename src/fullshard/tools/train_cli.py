@@ -9,6 +9,8 @@ import typer
 
 from fullshard.tools.cli_options import Command, flag, takes
 from fullshard.tools.config import DEFAULT_CACHE, MOST_USED, OptionError, TrainConfig, read_options
+from fullshard.tools.exits import Exit
+from fullshard.tools.progress import before_first_step, say, say_starting
 
 TRAIN_EXAMPLES = """
 Examples:
@@ -32,9 +34,10 @@ Several hosts:
 
 Text is trained on byte by byte, or in the tokens of --tokenizer. It is plain, JSON lines (.jsonl, .ndjson), Parquet, or a folder that `datasets` has saved. A folder's hidden, binary and empty files are skipped, and named.
 
-Exit codes: 0 finished, 1 failed, 2 unusable options or missing packages, 3 a rank died, 75 stopped by Ctrl-C or SIGTERM with everything saved.
+Exit codes: 0 finished, 1 failed, 2 unusable options or missing packages, 3 a rank died, 75 stopped by Ctrl-C or SIGTERM with everything saved, 130 stopped before the first step.
 """
 
+_LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"  # that of local_ranks, which imports torch
 
 _REPLACES = {
     "finetune": ("model", "init_from", "tokenizer", "end_token", "vocab_size", "tie_embeddings"),
@@ -164,6 +167,8 @@ def train(
     Ctrl-C or SIGTERM saves and stops; --resume continues exactly there.
     """
     try:
+        if _is_heard():
+            say_starting()
         from fullshard.tools import commands
 
         options |= {"finetune": finetune, "epochs": epochs}
@@ -186,9 +191,15 @@ def train(
         typed = commands.Typed(given, sys.argv[2:], out, resume, auto_resume, cache)
         raise typer.Exit(commands.train(typed, os.environ, as_json=as_json))
     except KeyboardInterrupt:  # where ranks run, StopRequest has it
-        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-            print("fullshard: stopped before the first step; nothing to save.", file=sys.stderr)
-        raise typer.Exit(130) from None
+        if _is_heard():
+            say(before_first_step(resume or (out if auto_resume else None)))
+        raise typer.Exit(Exit.INTERRUPTED) from None
+
+
+def _is_heard() -> bool:
+    """Whether this process speaks for the job: the launcher, or rank 0 of those that another one has started."""
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    return rank == "0" and _LAUNCHER_PID not in os.environ
 
 
 def _source(context: typer.Context, name: str) -> str:

@@ -21,6 +21,7 @@ from typing import Any, TextIO, cast
 
 import torch
 import torch.distributed as dist
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -37,7 +38,15 @@ from fullshard.tools.exits import Exit
 from fullshard.tools.job import Job
 from fullshard.tools.launch import Place, StopRequest, leave
 from fullshard.tools.loggers import RunInfo
-from fullshard.tools.progress import Lasting, Reporter, Reporting, clock, printable
+from fullshard.tools.progress import (
+    Lasting,
+    Reporter,
+    Reporting,
+    clock,
+    printable,
+    say,
+    wrapped,
+)
 from fullshard.tools.report import write_report
 from fullshard.tools.run_facts import gather_facts
 from fullshard.tools.run_folder import RunFolder
@@ -45,6 +54,8 @@ from fullshard.tools.train import Trainer, TrainingError, peak_memory_nbytes
 from fullshard.tools.weights import load_initial_weights
 
 _SAMPLE_LINES = 3
+_LOSS_STEPS = 20
+_REQUEST_S = 0.5  # that a request to stop may take longer to one rank than the news that another one has ended by it
 
 
 def import_all() -> None:
@@ -64,15 +75,16 @@ def run_worker(job: Job, place: Place, *, threads: int, as_json: bool) -> Exit:
         world = dist.group.WORLD
         assert isinstance(world, dist.ProcessGroup)
         announce()
+        stop = StopRequest(lambda request: _acknowledge(request, report))
         try:
             with naming_lost_ranks(world, "fullshard train"):
-                summary = _train(job, report)
+                summary = _train(job, stop, report)
                 if place.rank == 0:
                     _show(summary, report, as_json=as_json)
                 dist.barrier()  # nobody leaves while another still needs it
         except Exception as error:
             report.end()
-            code = _complain(place, job.folder, error)
+            code = Exit.INTERRUPTED if _is_stopped(stop) else _complain(place, job.folder, error)
             watchdog().end()  # tells the others why
             leave(code)
     dist.destroy_process_group()
@@ -80,15 +92,30 @@ def run_worker(job: Job, place: Place, *, threads: int, as_json: bool) -> Exit:
 
 
 def _acknowledge(request: StopRequest, report: Reporter) -> None:
-    """Say at once what comes of a request to stop; leave without saving if it is asked for by another Ctrl-C."""
+    """Say at once what comes of a request to stop; leave without saving if it is asked for by another Ctrl-C.
+
+    Before all ranks are ready to save, nothing is certain: those that are not end by the request, and the others with
+    them.
+    """
     if request.again:
-        report.note("stopping without saving")
+        if request.leads_to:
+            report.note("stopping without saving")
         report.end()
         leave(Exit.FAILED)
+    if not request.leads_to:
+        return
     if request.asked == signal.SIGINT:
         report.note(f"{request.leads_to}; press Ctrl-C again to quit without saving")
     else:
         report.note(f"{signal.Signals(request.asked).name}: {request.leads_to}")
+
+
+def _is_stopped(stop: StopRequest) -> bool:
+    """Whether a rank fails because the job was asked to stop before all ranks were ready to save."""
+    deadline = time.monotonic() + _REQUEST_S
+    while not (stop.leads_to or stop.asked) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(stop.asked and not stop.leads_to)
 
 
 def _join(job: Job, place: Place) -> None:
@@ -114,7 +141,7 @@ def _complain(place: Place, folder: RunFolder, error: Exception) -> Exit:
         if place.local_rank == 0 or follows:
             saved = folder.what_is_saved()
             said = str(error) if saved in str(error) else f"{error} {saved}"
-            print(f"fullshard: rank {place.rank}: {said}", file=sys.stderr)
+            say(f"fullshard: rank {place.rank}: {said}")
         return Exit.RANK_LOST
     said = str(error)
     if isinstance(error, OSError):
@@ -124,7 +151,7 @@ def _complain(place: Place, folder: RunFolder, error: Exception) -> Exit:
     is_common = isinstance(error, OptionError | CheckpointError | TrainingError)
     if _is_first_to_say(said, unless_asked=place.rank == 0 or not is_common):
         where = "" if is_common else f"rank {place.rank}: "
-        print(f"fullshard: {where}{said}", file=sys.stderr)
+        say(f"fullshard: {where}{said}")
     return Exit.USAGE if isinstance(error, OptionError) else Exit.FAILED
 
 
@@ -178,11 +205,8 @@ def _show(summary: dict[str, Any], report: Reporter, *, as_json: bool) -> None:
             print(f"\n{_shortened(summary['sample'])}", flush=True)
         _show_end(summary, Console(emoji=False, highlight=False))
         return
-    folder = RunFolder(Path(summary["out"]))
     done, steps = summary["step"], summary["steps"]
-    report.note(
-        f"stopped after step {done} of {steps}, checkpoint saved. Continue with: {folder.to_resume}"
-    )
+    report.note(f"stopped after step {done} of {steps}, checkpoint saved")
     report.end()
     _show_end(summary, Console(file=sys.stderr, emoji=False, highlight=False))
 
@@ -195,15 +219,19 @@ def _shortened(sample: str) -> str:
 
 
 def _show_end(summary: dict[str, Any], console: Console) -> None:
-    """Print what came out, in a few aligned lines; paths are links where the terminal knows such."""
+    """Print what came out, in a few aligned lines; paths are links where the terminal knows such.
+
+    A command that is longer than the rest of its line begins in the first column, and is never broken here.
+    """
     folder, unit = RunFolder(Path(summary["out"])), summary["unit"]
-    perplexity = math.exp(min(summary["loss"], 99.0))
+    perplexity, averaged = math.exp(min(summary["loss"], 99.0)), min(_LOSS_STEPS, summary["step"])
+    mean = f" (mean of the last {averaged} steps)" if averaged > 1 else ""
     rows: dict[str, str | Text] = {
-        "loss": f"{summary['loss']:.3f} nats per {unit}, perplexity {perplexity:,.1f} "
-        f"(unigram entropy {summary['unigram_entropy']:.3f})"
+        "loss": f"{summary['loss']:.3f} nats per {unit}{mean}, perplexity {perplexity:,.1f}; "
+        f"unigram entropy {summary['unigram_entropy']:.3f}"
     }
     if summary["val_loss"] is not None:
-        rows["validation"] = f"{summary['val_loss']:.3f} on text held out"
+        rows["validation"] = f"{summary['val_loss']:.3f} on text held out, after the last step"
     rows["speed"] = (
         f"{summary['tokens_per_second']:,.0f} {unit}s/s for {clock(summary['seconds'])}, "
         f"{summary['peak_memory_per_rank'] / 2**30:.2f} GiB a rank"
@@ -211,25 +239,30 @@ def _show_end(summary: dict[str, Any], console: Console) -> None:
     rows["results"] = results = _link(folder.path)
     if summary["report"]:
         results.append(", report: ").append(_link(folder.report_file))
+    commands = {"go on": folder.to_resume}
     if summary["status"] == "finished":
         exported = shlex.quote(str(Path("exports", folder.path.name)))
-        rows["go on"] = f"{folder.to_resume} --steps {2 * summary['steps']}"
-        rows["export"] = f"fullshard export {shlex.quote(str(folder.path))} --hf {exported}"
-    width = max(map(len, rows))
+        commands["go on"] += f" --steps {2 * summary['steps']}"
+        commands["export"] = f"fullshard export {shlex.quote(str(folder.path))} --hf {exported}"
+    width = max(map(len, (*rows, *commands))) + 2
     for name, value in rows.items():
-        console.print(Text(f"{name:<{width}}  ").append(value), soft_wrap=True)
+        for line in wrapped(Text(f"{name:<{width}}").append(value), console, indent=width):
+            console.print(line, soft_wrap=True)
+    for name, command in commands.items():
+        fits = not console.is_terminal or width + cell_len(command) <= console.width
+        row = f"{name:<{width}}{command}" if fits else f"{name}\n{command}"
+        console.print(row, markup=False, soft_wrap=True)
 
 
 def _link(path: Path) -> Text:
     return Text(printable(str(path)), style=f"link {path.absolute().as_uri()}")
 
 
-def _train(job: Job, report: Reporter) -> dict[str, Any]:
+def _train(job: Job, stop: StopRequest, report: Reporter) -> dict[str, Any]:
     """Train, sample and summarise as one rank of the default process group.
 
     Returns the summary, whose `status` is `finished` or `stopped`.
     """
-    stop = StopRequest(lambda request: _acknowledge(request, report))
     # Rank 0's folder: its default name holds the time, which differs between ranks.
     paths = [str(job.folder.path)]
     dist.broadcast_object_list(paths, src=0)
@@ -295,6 +328,7 @@ def _run(job: Job, trainer: Trainer, report: Reporter) -> dict[str, Any]:
         "sample": text,
     }
     if trainer.rank == 0:
+        report.note("writing the report ...")
         folder.write_summary(summary)
         try:
             write_report(folder.path)
@@ -306,5 +340,5 @@ def _run(job: Job, trainer: Trainer, report: Reporter) -> dict[str, Any]:
 
 def _final_loss(folder: RunFolder) -> float:
     """Average the last steps, up to 20: one step's loss depends too much on its text."""
-    losses = [entry["loss"] for entry in folder.metrics()][-20:]
+    losses = [entry["loss"] for entry in folder.metrics()][-_LOSS_STEPS:]
     return float(sum(losses) / len(losses))
