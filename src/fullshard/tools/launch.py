@@ -226,7 +226,7 @@ class StopRequest:
             os.set_blocking(writing, False)
             signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
             threading.Thread(target=self._listen, args=(reading,), daemon=True).start()
-        handler = _ignore if self._listens else self._handle
+        handler = _ignore if self._listens else self._note
         for name in STOP_SIGNALS:
             number = signal.Signals[name]
             before = signal.getsignal(number)
@@ -235,7 +235,7 @@ class StopRequest:
                 signal.signal(number, handler)
         os.register_at_fork(after_in_child=self.__exit__)
 
-    def _handle(self, number: int, _: object) -> None:
+    def _note(self, number: int, _: object) -> None:
         if not self.asked:
             self.asked, self._asked_at = number, time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._asked_at >= _AGAIN_S:
@@ -253,7 +253,7 @@ class StopRequest:
             with self._changing:
                 before = self.asked, self.again
                 if number in self._before:
-                    self._handle(number, None)
+                    self._note(number, None)
                 if self._on_change is not None and before != (self.asked, self.again):
                     self._on_change(self)
 
