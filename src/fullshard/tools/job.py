@@ -33,11 +33,13 @@ from fullshard.tools.loggers import check_loggers
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.text.corpus import NUM_BYTES
 from fullshard.tools.text.opening import Text, open_text
+from fullshard.tools.text.tokenizer import FILE as TOKENIZER
 from fullshard.tools.text.tokenizer import Tokenizer, open_tokenizer
 from fullshard.tools.weights import (
     blueprint_of,
     check_initial_weights,
     fine_tuning,
+    has_weights,
     is_run,
     model_config,
     what_it_is,
@@ -99,7 +101,7 @@ def _vocab_size_of(
     if tokenizer is None and has != NUM_BYTES:
         raise OptionError(
             f"{where}: has {has} kinds of tokens, and without --tokenizer there are {NUM_BYTES}, of bytes. "
-            "Give its --tokenizer."
+            f"{_how_to_give_its_tokenizer(config)}"
         )
     if tokenizer is not None and has < tokenizer.vocab_size:
         raise OptionError(
@@ -112,6 +114,15 @@ def _vocab_size_of(
             f"--seq {config.seq}: {where} is for {longest} tokens (max_position_embeddings). Give no more."
         )
     return has
+
+
+def _how_to_give_its_tokenizer(config: TrainConfig) -> str:
+    """Say which option gives a model of Transformers the tokenizer that lies in its folder, if one does."""
+    folder, name = Path(config.model), config.model_name
+    if not (folder / TOKENIZER).is_file():
+        return "Give its --tokenizer."
+    weights = f", or, to begin with its weights, --finetune {name}" if has_weights(folder) else ""
+    return f"Give its own: --tokenizer {name}{weights}."
 
 
 class NothingLeftError(OptionError):
@@ -201,6 +212,11 @@ def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CA
     if not is_run(path):
         if folder.config_file.is_file() and folder.checkpoints.is_dir():
             folder.read_config()  # says what is wrong with it
+        if folder.is_before_first_step:
+            raise OptionError(
+                f"--resume {path}: holds nothing yet; a run that was to be here ended before its first step. Type the "
+                f"command that began it again, with --out {path}."
+            )
         raise OptionError(
             f"--resume {path}: holds no run of `fullshard train`. Name the folder that it printed as its output."
             f"{what_it_is(path)}"
