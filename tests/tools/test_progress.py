@@ -41,6 +41,7 @@ def test_the_sample_is_printed_escaped_and_kept_as_it_is_in_json(
     numbers = dict.fromkeys((*names, "steps", "peak_memory_per_rank"), 1.0)
     summary = {
         **numbers,
+        "epochs": 1.5,
         "unit": "byte",
         "status": "finished",
         "out": str(tmp_path),
@@ -53,6 +54,7 @@ def test_the_sample_is_printed_escaped_and_kept_as_it_is_in_json(
     names = ["loss", "validation", "speed", "results", "go on", "export"]
     end = shown.splitlines()[-len(names) :]
     assert [re.split("  +", line)[0] for line in end] == names
+    assert "--epochs 3" in end[4]
     assert {re.match(r"[\w ]*?  +", line).end() for line in end} == {12}  # type: ignore[union-attr]
     _show(summary, Plain(Console()), as_json=True)
     assert json.loads(capsys.readouterr().out)["sample"] == summary["sample"]

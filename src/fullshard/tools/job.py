@@ -23,6 +23,7 @@ from fullshard.models.blueprints import (
 from fullshard.models.sizes import SIZES
 from fullshard.tools.config import (
     DEFAULT_CACHE,
+    FINETUNE_EPOCHS,
     OptionError,
     TrainConfig,
     as_size_or_path,
@@ -131,7 +132,10 @@ class NothingLeftError(OptionError):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A checked run: what to compute, where to put it, on which text, and from which step."""
+    """A checked run: what to compute, where to put it, on which text, and from which step.
+
+    epochs: how often to go through the text, where the steps were given by that.
+    """
 
     config: TrainConfig
     folder: RunFolder
@@ -139,6 +143,7 @@ class Job:
     model: Blueprint
     tokenizer: Tokenizer | None = None
     checkpoint: "fullshard.Checkpoint | None" = None
+    epochs: float | None = None
 
     @property
     def done(self) -> int:
@@ -160,6 +165,8 @@ def new_job(
     """
     typed = fine_tuning(options)
     epochs = _epochs_of(typed)
+    if epochs is None and "finetune" in options and typed.get("tokenizer") and typed.get("data"):
+        epochs = FINETUNE_EPOCHS if typed.get("steps") is None else None
     options = with_defaults(typed)
     gpus = num_gpus()
     device = options.get("device", "auto")
@@ -187,7 +194,7 @@ def new_job(
         warmup = with_defaults({**typed, "steps": steps})["warmup"]
         config = dataclasses.replace(config, steps=steps, warmup=warmup)
         text = dataclasses.replace(text, config=config)
-    return Job(config, folder, text, model, tokenizer)
+    return Job(config, folder, text, model, tokenizer, epochs=epochs)
 
 
 def _epochs_of(options: dict[str, Any]) -> float | None:
@@ -254,7 +261,7 @@ def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CA
         model = blueprint_of(config, folder)
     except ModelConfigError as error:
         raise OptionError(f"--resume {path}: {error}") from error
-    return Job(config, folder, text, model, tokenizer, checkpoint)
+    return Job(config, folder, text, model, tokenizer, checkpoint, epochs)
 
 
 def _opened(config: TrainConfig, folder: RunFolder, cache: Path) -> tuple[Tokenizer | None, Text]:

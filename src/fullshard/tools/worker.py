@@ -213,7 +213,8 @@ def _show_end(summary: dict[str, Any], console: Console) -> None:
         results.append(", report: ").append(_link(folder.report_file))
     if summary["status"] == "finished":
         exported = shlex.quote(str(Path("exports", folder.path.name)))
-        rows["go on"] = f"{folder.to_resume} --steps {2 * summary['steps']}"
+        given = "epochs" if summary["epochs"] else "steps"
+        rows["go on"] = f"{folder.to_resume} --{given} {2 * summary[given]:.15g}"
         rows["export"] = f"fullshard export {shlex.quote(str(folder.path))} --hf {exported}"
     width = max(map(len, rows))
     for name, value in rows.items():
@@ -283,6 +284,7 @@ def _run(job: Job, trainer: Trainer, report: Reporter) -> dict[str, Any]:
         "status": "finished" if done == config.steps else "stopped",
         "step": done,
         "steps": config.steps,
+        "epochs": job.epochs,
         "loss": _final_loss(folder) if trainer.rank == 0 else None,
         "val_loss": trainer.val_loss,
         "unigram_entropy": job.text.survey.unigram_entropy,
