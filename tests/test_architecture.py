@@ -343,7 +343,7 @@ _MOST_LINES = {
     "peers": 3215,
     "plan": 1540,
     "state": 3270,
-    "tools": 15775,
+    "tools": 15950,
     "top": 2020,
     "watch": 1460,
 }

@@ -38,7 +38,7 @@ def _summary(folder: Path, **facts: object) -> dict[str, object]:
     names = ("loss", "val_loss", "unigram_entropy", "tokens_per_second", "seconds")
     numbers = dict.fromkeys((*names, "steps", "peak_memory_per_rank"), 1.0)
     words = {"unit": "byte", "status": "finished", "out": str(folder), "report": None}
-    return {**numbers, **words, "step": 7, **facts}
+    return {**numbers, **words, "step": 7, "epochs": None, **facts}
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -48,12 +48,12 @@ def test_the_end_of_a_run_is_broken_at_spaces_and_commands_are_whole(width: int)
     console = Console(file=shown, force_terminal=True, color_system=None, width=width)
     _show_end(_summary(folder, report="report.html"), console)
     lines = shown.getvalue().splitlines()
-    commands = [line for line in lines if "fullshard " in line]
+    commands = [line for line in lines if re.search(r"fullshard (train|export) ", line)]
     assert len(commands) == 2
     assert all(str(folder) in line for line in commands)
     whole = {*commands, *(line for line in lines if len(line.split()) == 1)}  # paths
     assert all(len(line) <= width or line in whole for line in lines)
-    assert all(line.startswith("fullshard ") for line in commands if len(line) > width)
+    assert all(not line.startswith(" ") for line in commands if len(line) > width)
     assert " ".join(shown.getvalue().split()).startswith(
         "loss 1.000 nats per byte (mean of the last 7 steps)"
     )
@@ -65,13 +65,14 @@ def test_the_end_of_a_run_is_broken_at_spaces_and_commands_are_whole(width: int)
 def test_the_sample_is_printed_escaped_and_kept_as_it_is_in_json(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    summary = _summary(tmp_path, sample="def\x1b]0;x\x07\n\n  a\n  b\n  c\n")
+    summary = _summary(tmp_path, epochs=1.5, sample="def\x1b]0;x\x07\n\n  a\n  b\n  c\n")
     _show(summary, Plain(Console()), as_json=False)
     shown = capsys.readouterr().out
     assert "--- sample ---\ndef\\x1b]0;x\\x07\n  a\n  b\n----" in shown
     names = ["loss", "validation", "speed", "results", "go on", "export"]
     end = shown.splitlines()[-len(names) :]
     assert [re.split("  +", line)[0] for line in end] == names
+    assert "--epochs 3" in end[4]
     assert {re.match(r"[\w ]*?  +", line).end() for line in end} == {12}  # type: ignore[union-attr]
     _show(summary, Plain(Console()), as_json=True)
     assert json.loads(capsys.readouterr().out)["sample"] == summary["sample"]

@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -24,7 +25,7 @@ from fullshard.tools import progress, run_folder
 from fullshard.tools.commands import _finish
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.exits import Exit
-from fullshard.tools.job import Job
+from fullshard.tools.job import Job, resumed_job
 from fullshard.tools.launch import Ending
 from fullshard.tools.progress import Plain
 from fullshard.tools.report_data import resumes, running_mean
@@ -38,12 +39,15 @@ _NUMBERS = {"loss": 2.0, "seconds": 0.5, "tokens_per_second": 9.0, "peak_memory"
 def test_metrics_beyond_the_checkpoint_are_dropped_on_resume(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.start(TrainConfig(), fingerprint="x", done=0)
-    for step in (1, 2, 3):
-        folder.add_metrics({"step": step, **_NUMBERS})
+    entries = [{"step": step, **_NUMBERS, "grad_norm": math.inf} for step in (1, 2, 3)]
+    for entry in entries:
+        folder.add_metrics(entry)
     with folder.metrics_file.open("a") as file:
         file.write('{"step": 4, "lo')  # cut short by a crash
     folder.start(TrainConfig(), fingerprint="x", done=2)
-    assert folder.metrics() == [{"step": 1, **_NUMBERS}, {"step": 2, **_NUMBERS}]
+    assert folder.metrics() == entries[:2]
+    for line in folder.metrics_file.read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)  # as other readers do
 
 
 def test_options_of_before_each_resume_are_kept_and_their_changes_said(tmp_path: Path) -> None:
@@ -136,6 +140,12 @@ def test_who_loses_a_rank_before_the_first_checkpoint_hears_that_there_is_none(
     tmp_path: Path,
 ) -> None:
     folder = RunFolder(tmp_path / "a run")
+    # Without its options, what would begin it again from them cannot.
+    assert "same command again" in folder.what_is_saved()
+    folder.make()
+    with pytest.raises(OptionError, match="before its first step"):
+        resumed_job(folder.path, {})
+    folder.start(TrainConfig(), fingerprint="x", done=0)
     said = folder.what_is_saved()
     assert "no complete checkpoint yet" in said
     typed = shlex.split(said[said.index("fullshard train") :])

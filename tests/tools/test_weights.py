@@ -92,6 +92,22 @@ def test_ckpt_export_knows_the_model_of_a_run(run: Path, tmp_path: Path) -> None
     assert "--overwrite" in result.output
 
 
+def test_how_the_model_of_finetune_generates_leaves_with_its_weights(
+    run: Path, tmp_path: Path
+) -> None:
+    generation = {"eos_token_id": [7, 8], "temperature": 0.6}
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "generation_config.json").write_text(json.dumps(generation))
+    config = TrainConfig(model="tiny", seq=32, init_from=str(source))
+    RunFolder(run).start(config, fingerprint="text", done=0)
+    (source / "generation_config.json").unlink()  # the run has its own
+    RunFolder(run).start(config, fingerprint="text", done=2)
+    result = _call("export", run, "--hf", tmp_path / "a")
+    assert result.exit_code == Exit.OK, result.output
+    assert json.loads((tmp_path / "a" / "generation_config.json").read_text()) == generation
+
+
 def test_what_cannot_be_exported_is_said(run: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "a.txt").touch()
@@ -195,13 +211,17 @@ def test_finetune_stands_for_model_weights_and_tokenizer_of_a_folder(
             fine_tuning({"finetune": "mine", **contradicting})
     for missing, said in (
         ("tokenizer.json", r"no tokenizer\.json\. Give one with --tokenizer"),
-        ("model.safetensors", "no weights"),
+        ("model.safetensors", r"no weights, neither"),
         ("config.json", r"config\.json: is not there"),
     ):
         (folder / missing).rename("aside")
         with pytest.raises(OptionError, match=said):
             fine_tuning({"finetune": "mine"})
         Path("aside").rename(folder / missing)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(OptionError, match=r"from_pretrained\('mine'\)\.save_pretrained\('mine'\)"):
+        fine_tuning({"finetune": "mine"})
+    (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
     (folder / "tokenizer.json").unlink()
     assert fine_tuning({"finetune": "mine", "tokenizer": "t.json"})["tokenizer"] == "t.json"
     _hugging_face(Path("bytes"), vocab_size=256).joinpath("tokenizer.json").unlink()

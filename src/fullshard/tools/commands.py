@@ -43,7 +43,7 @@ def train(typed: Typed, environment: Mapping[str, str], *, as_json: bool) -> Exi
     try:
         place = place_in(environment)
         job = _job(typed, place)
-        note = "" if job.checkpoint else what_it_begins_with(job.config)
+        note = "" if job.checkpoint else what_it_begins_with(job.config, job.tokenizer)
         if note and (place is None or (place.rank == 0 and place.launcher_pid is None)):
             say(note)
         if place is None:

@@ -23,6 +23,9 @@ TINY_DEFAULTS: dict[str, Any] = {"steps": 400, "batch": 8, "lr": 1e-2, "warmup":
 FINETUNE_LR = 2e-5
 """Highest learning rate where a model of Hugging Face goes on from its weights, which 100 times as much would ruin."""
 
+FINETUNE_EPOCHS = 3.0
+"""How often a model of Hugging Face goes through --data, of which more would teach it little but to repeat it."""
+
 
 DEFAULT_CACHE = Path("~/.cache/fullshard")
 """Where tokens of texts are kept, for runs to come."""
@@ -168,7 +171,14 @@ class TrainConfig:
         values=DTYPES,
         untyped="auto",
     )
-    steps: int = _by_model("steps", 350, "Optimizer steps in all.", least=1, may_change=True)
+    steps: int = _by_model(
+        "steps",
+        350,
+        "Optimizer steps in all.",
+        also=f", with --finetune {FINETUNE_EPOCHS:g} epochs of --data",
+        least=1,
+        may_change=True,
+    )
     batch: int = _by_model("batch", 2, "Sequences per rank and forward.", least=1, may_change=True)
     grad_accum: int = option_field(
         1,

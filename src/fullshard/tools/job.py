@@ -23,6 +23,7 @@ from fullshard.models.blueprints import (
 from fullshard.models.sizes import SIZES
 from fullshard.tools.config import (
     DEFAULT_CACHE,
+    FINETUNE_EPOCHS,
     OptionError,
     TrainConfig,
     as_size_or_path,
@@ -33,11 +34,13 @@ from fullshard.tools.loggers import check_loggers
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.text.corpus import NUM_BYTES
 from fullshard.tools.text.opening import Text, open_text
+from fullshard.tools.text.tokenizer import FILE as TOKENIZER
 from fullshard.tools.text.tokenizer import Tokenizer, open_tokenizer
 from fullshard.tools.weights import (
     blueprint_of,
     check_initial_weights,
     fine_tuning,
+    has_weights,
     is_run,
     model_config,
     what_it_is,
@@ -99,7 +102,7 @@ def _vocab_size_of(
     if tokenizer is None and has != NUM_BYTES:
         raise OptionError(
             f"{where}: has {has} kinds of tokens, and without --tokenizer there are {NUM_BYTES}, of bytes. "
-            "Give its --tokenizer."
+            f"{_how_to_give_its_tokenizer(config)}"
         )
     if tokenizer is not None and has < tokenizer.vocab_size:
         raise OptionError(
@@ -114,13 +117,25 @@ def _vocab_size_of(
     return has
 
 
+def _how_to_give_its_tokenizer(config: TrainConfig) -> str:
+    """Say which option gives a model of Transformers the tokenizer that lies in its folder, if one does."""
+    folder, name = Path(config.model), config.model_name
+    if not (folder / TOKENIZER).is_file():
+        return "Give its --tokenizer."
+    weights = f", or, to begin with its weights, --finetune {name}" if has_weights(folder) else ""
+    return f"Give its own: --tokenizer {name}{weights}."
+
+
 class NothingLeftError(OptionError):
     """A run that is to go on has all its steps behind it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A checked run: what to compute, where to put it, on which text, and from which step."""
+    """A checked run: what to compute, where to put it, on which text, and from which step.
+
+    epochs: how often to go through the text, where the steps were given by that.
+    """
 
     config: TrainConfig
     folder: RunFolder
@@ -128,6 +143,7 @@ class Job:
     model: Blueprint
     tokenizer: Tokenizer | None = None
     checkpoint: "fullshard.Checkpoint | None" = None
+    epochs: float | None = None
 
     @property
     def done(self) -> int:
@@ -149,6 +165,8 @@ def new_job(
     """
     typed = fine_tuning(options)
     epochs = _epochs_of(typed)
+    if epochs is None and "finetune" in options and typed.get("tokenizer") and typed.get("data"):
+        epochs = FINETUNE_EPOCHS if typed.get("steps") is None else None
     options = with_defaults(typed)
     gpus = num_gpus()
     device = options.get("device", "auto")
@@ -176,7 +194,7 @@ def new_job(
         warmup = with_defaults({**typed, "steps": steps})["warmup"]
         config = dataclasses.replace(config, steps=steps, warmup=warmup)
         text = dataclasses.replace(text, config=config)
-    return Job(config, folder, text, model, tokenizer)
+    return Job(config, folder, text, model, tokenizer, epochs=epochs)
 
 
 def _epochs_of(options: dict[str, Any]) -> float | None:
@@ -201,6 +219,11 @@ def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CA
     if not is_run(path):
         if folder.config_file.is_file() and folder.checkpoints.is_dir():
             folder.read_config()  # says what is wrong with it
+        if folder.is_before_first_step:
+            raise OptionError(
+                f"--resume {path}: holds nothing yet; a run that was to be here ended before its first step. Type the "
+                f"command that began it again, with --out {path}."
+            )
         raise OptionError(
             f"--resume {path}: holds no run of `fullshard train`. Name the folder that it printed as its output."
             f"{what_it_is(path)}"
@@ -238,7 +261,7 @@ def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CA
         model = blueprint_of(config, folder)
     except ModelConfigError as error:
         raise OptionError(f"--resume {path}: {error}") from error
-    return Job(config, folder, text, model, tokenizer, checkpoint)
+    return Job(config, folder, text, model, tokenizer, checkpoint, epochs)
 
 
 def _opened(config: TrainConfig, folder: RunFolder, cache: Path) -> tuple[Tokenizer | None, Text]:

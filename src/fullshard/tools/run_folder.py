@@ -4,7 +4,8 @@
                      text, and what the numbers depend on beside them (tools/run_facts.py)
     tokenizer/       a copy of the tokenizer, if there is one
     model.json       a copy of the configuration that --model names, if it does
-    metrics.jsonl    one line a step
+    generation_config.json    a copy of how text is generated from the model of --finetune, for its export
+    metrics.jsonl    one line a step; a number that is not finite is text, "nan"
     checkpoints/     step-00000350/ and the like, the newest ones (docs/checkpoints.md)
     trace/           what each rank recorded of a few steps (fullshard.trace)
     report.html      the trace report (tools/report.py), and trace.json for trace viewers
@@ -84,6 +85,9 @@ class _Summary(_MaybeSummary):
     status: str
 
 
+_NOT_FINITE = ("nan", "inf", "-inf")  # as `json_text` writes such numbers
+
+
 def _below(name: str) -> "functools.cached_property[Path]":
     return functools.cached_property(lambda run: run.path / name)
 
@@ -108,6 +112,7 @@ class RunFolder:
     config_file = _below("config.json")
     tokenizer_folder = _below("tokenizer")
     model_file = _below("model.json")
+    generation_file = _below("generation_config.json")  # as Transformers calls it
     metrics_file = _below("metrics.jsonl")
     summary_file = _below("summary.json")
     trace_folder = _below("trace")
@@ -127,6 +132,8 @@ class RunFolder:
 
     def what_is_saved(self) -> str:
         """Say which checkpoint there is, and what to type to go on from it, or to begin again."""
+        if not self.config_file.exists():
+            return "The run ended before its first step: type the same command again."
         checkpoint = fullshard.latest_checkpoint(self.checkpoints)
         if checkpoint is None:
             return f"There was no complete checkpoint yet; begin again with: {self.to_begin_again}"
@@ -134,6 +141,12 @@ class RunFolder:
             f"The last complete checkpoint is of step {checkpoint.step} ({checkpoint.path}); continue "
             f"with: {self.to_resume}"
         )
+
+    @property
+    def is_before_first_step(self) -> bool:
+        """Whether a run may have ended here before it wrote its options: there is nothing, or there are copies alone."""
+        copies = {self.tokenizer_folder, self.model_file, self.generation_file}
+        return self.path.is_dir() and {*self.path.iterdir()} <= copies
 
     def make(self) -> None:
         """Make the folder if it is not there; raises OptionError where nothing can be written."""
@@ -216,6 +229,9 @@ class RunFolder:
             (self.tokenizer_folder / name).write_bytes(content)
         if model is not None:
             self.model_file.write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
+        generation = Path(config.init_from, self.generation_file.name)
+        if config.init_from and not done and generation.is_file():
+            shutil.copyfile(generation, self.generation_file)
         fields = {
             "options": dataclasses.asdict(config),
             "earlier": self._earlier_than(done),
@@ -224,13 +240,13 @@ class RunFolder:
         }
         self.config_file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         self.summary_file.unlink(missing_ok=True)
-        lines = [json.dumps(entry) + "\n" for entry in self.metrics() if entry["step"] <= done]
+        lines = [json_text(entry) + "\n" for entry in self.metrics() if entry["step"] <= done]
         self.metrics_file.write_text("".join(lines), encoding="utf-8")
 
     def add_metrics(self, entry: dict[str, Any]) -> None:
         # Opened for each line, so that the line is on its way to the disk when the step is over.
         with self.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+            file.write(json_text(entry) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return every complete line; a line cut short by a crash is left out."""
@@ -246,7 +262,12 @@ class RunFolder:
                 break
             except RecursionError:
                 pass
-            entries.append(entry := parse_json(line, _Metrics, refuse))
+            fields = parse_json(line, dict[str, Any], refuse)
+            numbers = {
+                name: float(value) if value in _NOT_FINITE else value
+                for name, value in fields.items()
+            }
+            entries.append(entry := as_typed(numbers, _Metrics, refuse))
             if not entry["seconds"] > 0:
                 raise refuse(f"a step took {entry['seconds']} seconds")
         return entries

@@ -31,6 +31,7 @@ from fullshard.tools.job import Job
 from fullshard.tools.launch import StopRequest
 from fullshard.tools.loggers import make_loggers
 from fullshard.tools.progress import Reporter, Speed
+from fullshard.tools.run_folder import program
 from fullshard.tools.text.corpus import IGNORED, Batch
 
 _BETAS = (0.9, 0.95)
@@ -141,7 +142,7 @@ class Trainer:
     def _not_finite(self, step: int, loss: float) -> str:
         """Say what to do after a step whose loss is not finite. Such a state is never saved."""
         config, run = self.config, shlex.quote(str(self.folder.path))
-        changed = f"fullshard train --config {run} --out {run}-again --lr {config.lr / 3:.1g}"
+        changed = f"{program()} train --config {run} --out {run}-again --lr {config.lr / 3:.1g}"
         checkpoint = fullshard.latest_checkpoint(self.folder.checkpoints)
         if checkpoint is None:
             kept = "No checkpoint had been saved."

@@ -24,7 +24,7 @@ from fullshard.tools.config import OptionError, TrainConfig, as_size_or_path, ho
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.text.corpus import NUM_BYTES
 from fullshard.tools.text.tokenizer import FILE as TOKENIZER
-from fullshard.tools.text.tokenizer import files_for_export, open_tokenizer
+from fullshard.tools.text.tokenizer import Tokenizer, files_for_export, open_tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -102,6 +102,13 @@ def _write_beside(folder: RunFolder, target: Path) -> None:
         if tokenizer.before:
             marks["bos_token_id"] = tokenizer.before[0]
     blueprint = blueprint_of(config, folder)
+    if folder.generation_file.is_file():
+        where = folder.generation_file
+        generation = read_json(where, dict[str, Any], lambda why: OptionError(f"{where}: {why}."))
+        ends = generation.get("eos_token_id")
+        if marks.get("eos_token_id") not in (ends if isinstance(ends, list) else [ends]):
+            generation |= marks  # of another tokenizer, which the run has been given
+        files[folder.generation_file.name] = json.dumps(generation, indent=2).encode() + b"\n"
     fields = blueprint.config_fields(seq=config.seq, marks=marks)
     files["config.json"] = json.dumps(fields, indent=2).encode() + b"\n"
     for name, content in files.items():
@@ -151,25 +158,49 @@ def fine_tuning(options: Mapping[str, Any]) -> dict[str, Any]:
             f"the folder's other files: AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})"
         )
     if not [*path.glob("*.safetensors")]:
-        as_others = " AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) writes them."
-        raise OptionError(f"{where}: holds no weights in safetensors.{as_others}")
+        if not has_weights(path):
+            raise OptionError(
+                f"{where}: holds no weights, neither *.safetensors nor pytorch_model.bin. Was its download cut short?"
+            )
+        raise OptionError(
+            f"{where}: holds no weights in safetensors. To write them: "
+            f"AutoModelForCausalLM.from_pretrained({folder!r}).save_pretrained({folder!r})"
+        )
     return given | {"model": as_size_or_path(folder), "init_from": folder}
 
 
-def what_it_begins_with(config: TrainConfig) -> str:
-    """Say what a model of Transformers begins with where that may surprise; else ""."""
-    path = Path(config.model)
-    if config.model in SIZES:
-        return ""
-    if config.init_from:
-        return f"fine-tuning {config.init_from}: the highest learning rate is {config.lr:g} (--lr)"
-    if any((*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin"))):
+def what_it_begins_with(config: TrainConfig, tokenizer: Tokenizer | None = None) -> str:
+    """Say what a model begins with where that may surprise, in a line or two; else ""."""
+    path, source = Path(config.model), config.init_from
+    if source:
+        said = f"fine-tuning {source}: the highest learning rate is {config.lr:g} (--lr)"
+        lines = ["" if config.model in SIZES else said, _other_tokenizer(config, tokenizer)]
+        return "\n".join(filter(None, lines))
+    if config.model not in SIZES and has_weights(path):
         name = config.model_name
         return (
             f"{name} has weights; they are not used: training begins with random values. To fine-tune them: "
             f"--finetune {name}"
         )
     return ""
+
+
+def _other_tokenizer(config: TrainConfig, tokenizer: Tokenizer | None) -> str:
+    """Warn of a tokenizer that is not the one which the weights of --init-from were trained with; else ""."""
+    source = Path(config.init_from)
+    run = run_of(source)
+    own = (RunFolder(run).tokenizer_folder if run else source) / TOKENIZER
+    if tokenizer is None:
+        return ""
+    if own.is_file():
+        why = "" if tokenizer.has_vocab_of(own) else f"{own} has other tokens"
+    else:
+        sizes = (tokenizer.vocab_size, config.vocab_size)
+        why = f"it has {sizes[0]} kinds of tokens, the model {sizes[1]}"
+        why = why if sizes[0] != sizes[1] else ""
+    if not why:
+        return ""
+    return f"warning: --tokenizer {config.tokenizer} may not be that of {source}, whose weights then mean other tokens: {why}"
 
 
 def check_initial_weights(config: TrainConfig, blueprint: Blueprint) -> None:
@@ -227,6 +258,11 @@ def what_it_is(path: Path) -> str:
     except CheckpointError as error:
         return f" {error}"
     return f" It holds weights ({form}), which --init-from takes."
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a folder of Hugging Face holds weights, also those in a form that is not read here."""
+    return any((*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")))
 
 
 def is_run(path: Path) -> bool:

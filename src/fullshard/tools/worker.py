@@ -49,7 +49,7 @@ from fullshard.tools.progress import (
 )
 from fullshard.tools.report import write_report
 from fullshard.tools.run_facts import gather_facts
-from fullshard.tools.run_folder import RunFolder
+from fullshard.tools.run_folder import RunFolder, program
 from fullshard.tools.train import Trainer, TrainingError, peak_memory_nbytes
 from fullshard.tools.weights import load_initial_weights
 
@@ -242,8 +242,9 @@ def _show_end(summary: dict[str, Any], console: Console) -> None:
     commands = {"go on": folder.to_resume}
     if summary["status"] == "finished":
         exported = shlex.quote(str(Path("exports", folder.path.name)))
-        commands["go on"] += f" --steps {2 * summary['steps']}"
-        commands["export"] = f"fullshard export {shlex.quote(str(folder.path))} --hf {exported}"
+        given = "epochs" if summary["epochs"] else "steps"
+        commands["go on"] += f" --{given} {2 * summary[given]:.15g}"
+        commands["export"] = f"{program()} export {shlex.quote(str(folder.path))} --hf {exported}"
     width = max(map(len, (*rows, *commands))) + 2
     for name, value in rows.items():
         for line in wrapped(Text(f"{name:<{width}}").append(value), console, indent=width):
@@ -316,6 +317,7 @@ def _run(job: Job, trainer: Trainer, report: Reporter) -> dict[str, Any]:
         "status": "finished" if done == config.steps else "stopped",
         "step": done,
         "steps": config.steps,
+        "epochs": job.epochs,
         "loss": _final_loss(folder) if trainer.rank == 0 else None,
         "val_loss": trainer.val_loss,
         "unigram_entropy": job.text.survey.unigram_entropy,

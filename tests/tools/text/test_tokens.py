@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -15,9 +16,10 @@ from fullshard.tools.text import documents, tokens
 from fullshard.tools.text.cache import CorpusError
 from fullshard.tools.text.documents import TextFile
 from fullshard.tools.text.finding import TRAINING, Skipped, find_sources
+from fullshard.tools.text.tokenizer import open_tokenizer
 from fullshard.tools.text.tokens import Tokens, tokenized
 from tests.fresh import in_warm_forks
-from tests.tools.text.conftest import Words, all_of, byte_text
+from tests.tools.text.conftest import Words, all_of, byte_text, word_tokenizer
 
 DOCUMENTS = ["a b c", "", "d", "   ", "e f"]
 EXPECTED = [3, 4, 5, 2, 6, 2, 7, 8, 2]
@@ -95,6 +97,14 @@ def test_bytes_that_are_no_text_are_refused_but_in_the_library(
             _tokenized(words, path)
     pieces = [piece.text for piece in TextFile(path, replace=True).pieces()]
     assert "".join(pieces) == "a b\ufffd"
+
+
+def test_what_a_template_has_put_around_a_document_comes_once(tmp_path: Path) -> None:
+    word_tokenizer(template="<s> $A").save(str(tmp_path / "tokenizer.json"))
+    words = Words(tmp_path, open_tokenizer(tmp_path))
+    lines = _write("jsonl", tmp_path / "d", ["<s> a </s>", "b", "<s> c", "d </s>", "</s>"])
+    expected = [[1, token, 2] for token in (3, 4, 5, 6)] + [[1, 2]]
+    assert all_of(_tokenized(words, lines, field="body")) == [*itertools.chain(*expected)]
 
 
 def test_a_byte_order_mark_is_no_text(words: Words, tmp_path: Path) -> None:

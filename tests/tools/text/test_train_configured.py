@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 from typer.testing import CliRunner
@@ -22,6 +23,7 @@ from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.text.corpus import IGNORED
 from fullshard.tools.text.opening import open_text
 from fullshard.tools.text.tokenizer import open_tokenizer
+from fullshard.tools.weights import what_it_begins_with
 from tests.fresh import Ended, fullshard_on_ranks
 from tests.tools.processes import TINY, losses
 from tests.tools.text.conftest import word_tokenizer
@@ -211,6 +213,38 @@ def test_sizes_that_no_host_can_hold_are_refused_in_few_words(sizes: dict[str, A
     with pytest.raises((AllocationError, ModelConfigError)) as refused:
         build(blueprint, lambda *_: None, device=torch.device("cpu"), seed=0, recompute=False)
     assert len(str(refused.value)) < 2000
+
+
+def test_fine_tuning_goes_three_times_through_data_with_the_tokenizer_of_its_weights(
+    folder: Folder, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(QWEN3 | {"vocab_size": 40}))
+    (source / "model.safetensors").touch()
+    own = source / "tokenizer.json"
+    word_tokenizer(template="<s> $A").save(str(own))  # other bytes, the same words
+    given = {"model": "", "init_from": "", "tokenizer": "", "finetune": str(source)}
+
+    def job(**options: Any) -> Job:
+        return folder.job(**given | options)
+
+    three = job()
+    assert three.config.steps == three.text.num_steps(3)
+    assert job(steps=7).config.steps == 7
+
+    def warned(**options: Any) -> bool:
+        prepared = folder.job(model=str(source), init_from=str(source), **options)
+        return "warning" in what_it_begins_with(prepared.config, prepared.tokenizer)
+
+    assert not warned(tokenizer=str(source))
+    assert not warned()
+    own.unlink()
+    assert warned()  # of 29 kinds, and the model has 40
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"b": 0}, unk_token="b")).save(str(own))
+    assert warned()
+    with pytest.raises(OptionError, match=f"--tokenizer {source}, .* --finetune {source}"):
+        folder.job(model=str(source), tokenizer="")
 
 
 def test_models_and_options_that_do_not_fit_are_refused(folder: Folder, tmp_path: Path) -> None:

@@ -45,13 +45,8 @@ _AS_TEXT = (
     "Lists have to be written as text first, each into a field of its own: docs/training.md, Chats."
 )
 _CHATS = ("messages", "conversations", "conversation")
-_PAIRS = (
-    ("prompt", "completion"),
-    ("prompt", "response"),
-    ("prompt", "chosen"),
-    ("instruction", "response"),
-    ("instruction", "output"),
-)
+_QUESTIONS = ("prompt", "instruction", "question", "query", "input")
+_ANSWERS = ("completion", "response", "chosen", "answer", "answers", "output")
 _MOST_NAMED = 12
 _MOST_HEADER = 2**16
 _KINDS = {type(None): "null", bool: "true or false", list: "a list", dict: "an object"}
@@ -394,17 +389,22 @@ def _text_of(entry: object, field: str, *, where: str) -> str:
 def _what_else(columns: Mapping[str, bool]) -> str:
     """Say what to do where a field has no text. columns: of each field, whether it holds text."""
     has = [name for name, is_text in columns.items() if is_text]
-    another = f"Name another with --text-field (text is in: {_named(has)})." if has else ""
-    return " ".join(filter(None, (_of_chats(columns), another))) or f"No field has text. {_AS_TEXT}"
+    if pair := _of_chats(columns):  # not half of it, as one of its fields would be
+        return pair
+    if has:
+        return f"Name another with --text-field (text is in: {_named(has)})."
+    return f"No field has text. {_AS_TEXT}"
 
 
 def _of_chats(columns: Collection[str]) -> str:
     """Say what to do with conversations, and with questions and answers; "" for anything else."""
     chat = next((name for name in _CHATS if name in columns), "")
-    pair = next((pair for pair in _PAIRS if set(pair) <= set(columns)), ())
-    if not chat and not pair:
+    question, answer = (
+        next((name for name in names if name in columns), "") for names in (_QUESTIONS, _ANSWERS)
+    )
+    if not chat and not (question and answer):
         return ""
-    what = f"a chat ({chat!r})" if chat else "a question and its answer ({!r}, {!r})".format(*pair)
+    what = f"a chat ({chat!r})" if chat else f"a question and its answer ({question!r}, {answer!r})"
     return (
         f"It is {what}, and `fullshard train` learns plain text: to fine-tune on answers see examples/trl_sft.py; to "
         "learn all of it as text, write it so first (docs/training.md, Chats)."

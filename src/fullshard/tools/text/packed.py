@@ -133,8 +133,8 @@ class PackedText:
             f"document{'s' if num_documents != 1 else ''}, {num_files:,} file{'s' if num_files != 1 else ''} "
             f"({decimal(tokens.nbytes)}, kept in {tokens.folder}); unigram entropy "
             f"{self.survey.unigram_entropy:.3f} nats per token",
-            f"an epoch is {num:,} sequences, {num / self.config.global_batch:,.1f} steps; documents end with "
-            f"{self.tokenizer.end}",
+            f"an epoch is {num:,} sequences, {num / self.config.global_batch:,.1f} steps, so {self.config.steps:,} are "
+            f"{self.epochs(self.config.steps):,.1f} epochs; documents end with {self.tokenizer.end}",
             *([held] if held else []),
             *self.remarks,
         ]

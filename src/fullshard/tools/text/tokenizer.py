@@ -68,6 +68,17 @@ class Tokenizer:
         found = self.around[1]
         return found if found[-1:] == [self.end_token] else [*found, self.end_token]
 
+    def has_vocab_of(self, file: Path) -> bool:
+        """Whether another tokenizer.json has the same tokens, apart from added ones."""
+        contents = (self.files[FILE], file.read_bytes())
+        if contents[0] == contents[1]:
+            return True
+        own, other = (
+            parse_json(content, dict[str, Any], lambda why: OptionError(f"{file}: {why}."))
+            for content in contents
+        )
+        return bool(own.get("model", {}).get("vocab") == other.get("model", {}).get("vocab"))
+
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, with nothing around them."""
         found = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)

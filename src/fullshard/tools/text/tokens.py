@@ -21,7 +21,7 @@ from fullshard.tools.text.tokenizer import FILE, Tokenizer
 Progress = Callable[[int, int], object]
 """Told how many bytes of how many are done."""
 
-_FORMAT = 2
+_FORMAT = 3
 _BATCH_SIZE = 2**22  # characters that are tokenized at once, on all cores
 
 
@@ -97,7 +97,11 @@ def tokenized(
 def _parts(
     sources: Sequence[Source], tokenizer: Tokenizer, progress: Progress
 ) -> Iterator[tuple[list[int], bool]]:
-    """Give the tokens of each piece, with those around a document, and whether the document ends there."""
+    """Give the tokens of each piece, with those around a document, and whether the document ends there.
+
+    What a document has around it already, as one has that a chat template wrote, is not put there again.
+    """
+    before, behind = tokenizer.before, tokenizer.behind
     is_within = False
     for pieces in _batches(sources, progress):
         for piece, tokens in zip(
@@ -105,10 +109,10 @@ def _parts(
         ):
             found = tokens
             if tokens and not is_within:
-                found = [*tokenizer.before, *tokens]
+                found = tokens if tokens[: len(before)] == before else [*before, *tokens]
                 is_within = True
             if piece.ends_document and is_within:
-                yield [*found, *tokenizer.behind], True
+                yield found if found[-len(behind) :] == behind else [*found, *behind], True
                 is_within = False
             elif found:
                 yield found, False
