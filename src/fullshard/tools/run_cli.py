@@ -26,7 +26,7 @@ _EXAMPLES = """examples:
   fullshard run --ranks 2 --trace runs/traced train.py
   torchrun --nproc-per-node 2 -m fullshard.run train.py
   torchrun --nproc-per-node 2 -m fullshard.run -m pkg.train
-  torchrun --nproc-per-node 2 -m fullshard.run --cpu trainer.py
+  torchrun --nproc-per-node 2 -m fullshard.run --cpu a.py
 
 On stderr, rank 0 says what each model is sharded over, at
 its first forward; and at the end, if nothing was.
