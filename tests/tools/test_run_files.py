@@ -100,7 +100,7 @@ def test_ranks_that_end_without_saving_say_which_step_is_lost(
     assert _finish(Ending(Exit.STOPPED), job) == (Exit.FAILED if lost else Exit.INTERRUPTED)
     said = capsys.readouterr().err
     assert "step 3" in said
-    assert ("as it was" not in said) == ("saved" in said) == lost
+    assert ("stays" not in said) == ("saved" in said) == lost
 
 
 def test_what_continues_a_run_can_be_typed_whatever_its_name(

@@ -301,7 +301,7 @@ def before_first_step(run: Path | None) -> str:
     if run is not None:
         with contextlib.suppress(OSError, ValueError):
             step = int((run / "checkpoints" / "latest").read_text().rpartition("-")[2])
-    left = f"the checkpoint of step {step} is as it was" if step else "nothing to save"
+    left = f"the checkpoint of step {step} stays" if step else "nothing to save"
     return f"fullshard: stopped before the first step; {left}."
 
 
