@@ -63,7 +63,7 @@ def main(prog: str = "python -m fullshard.run", typed: Sequence[str] | None = No
             )
         sys.exit(_start(parser, typed, options.ranks))
     if launcher is not None:
-        die_with_launcher(int(os.environ.pop(LAUNCHER_PID)))
+        die_with_launcher(int(os.environ.pop(LAUNCHER_PID)), says_ends=True)
     _be_a_rank(parser, options, script, arguments)
 
 
