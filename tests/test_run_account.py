@@ -172,7 +172,9 @@ def test_the_command_starts_ranks_itself(tmp_path: Path) -> None:
     said = ["0 2 ['--ranks', '3', '-x']", "1 2 ['--ranks', '3', '-x']"]
     assert sorted(ended.out.splitlines()) == said
     assert "nothing was sharded" in ended.err
-    assert fullshard_in_fork(*words, "--fail", folder=tmp_path, before=FORKED_RANKS).code == 1
+    ended = fullshard_in_fork(*words, "--fail", folder=tmp_path, before=FORKED_RANKS)
+    assert ended.code == 1
+    assert "failed first" in ended.err.splitlines()[-1]
     ended = fullshard_in_fork(*words, folder=tmp_path, variables={"RANK": "0"})
     assert ended.code == 2
     assert "Leave --ranks out" in ended.err
