@@ -389,7 +389,7 @@ def test_help_shows_how_to_call_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert _end("--help") == 0
     text = capsys.readouterr().out
     assert "fullshard run --ranks 2 --trace" in text
-    assert "-m fullshard.run -m my_package.train" in text
+    assert "-m fullshard.run -m pkg.train" in text
     assert "--comm" in text
 
 
