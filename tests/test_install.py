@@ -356,6 +356,8 @@ def test_exception_of_the_script_is_shown_as_python_shows_it(tmp_path: Path) -> 
     done = _run_in_fork(tmp_path, "script.py")
     assert done.code == 1
     assert done.err.rstrip().endswith("ValueError: of the script")
+    assert "script.py" in done.err
+    assert "run_cli.py" not in done.err, "frames that are not the script's are folded"
 
 
 def _end(*arguments: str) -> Any:

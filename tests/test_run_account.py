@@ -164,6 +164,7 @@ def test_a_launcher_that_was_forgotten_is_told_of_below_the_error(tmp_path: Path
 def test_the_command_starts_ranks_itself(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])\n"
+        "from fullshard.local_ranks import says_ends\nassert says_ends(), 'of other ranks, as under torchrun'\n"
         "assert 'FULLSHARD_LAUNCHER_PID' not in os.environ\nsys.exit('--fail' in sys.argv)"
     )
     words = ("run", "--ranks", "2", "script.py", "--ranks", "3", "-x")
@@ -172,7 +173,9 @@ def test_the_command_starts_ranks_itself(tmp_path: Path) -> None:
     said = ["0 2 ['--ranks', '3', '-x']", "1 2 ['--ranks', '3', '-x']"]
     assert sorted(ended.out.splitlines()) == said
     assert "nothing was sharded" in ended.err
-    assert fullshard_in_fork(*words, "--fail", folder=tmp_path, before=FORKED_RANKS).code == 1
+    ended = fullshard_in_fork(*words, "--fail", folder=tmp_path, before=FORKED_RANKS)
+    assert ended.code == 1
+    assert "failed first" in ended.err.splitlines()[-1]
     ended = fullshard_in_fork(*words, folder=tmp_path, variables={"RANK": "0"})
     assert ended.code == 2
     assert "Leave --ranks out" in ended.err

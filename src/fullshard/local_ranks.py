@@ -11,7 +11,7 @@ import torch
 LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
 """Environment variable that tells a rank whose child it must be."""
 
-_launchers: list[int | None] = []  # of this process
+_says_ends = [True]  # of this process
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
@@ -34,13 +34,14 @@ def num_gpus() -> int:
     return torch.accelerator.device_count() if is_gpu else 0
 
 
-def die_with_launcher(launcher_pid: int | None) -> None:
+def die_with_launcher(launcher_pid: int | None, *, says_ends: bool = False) -> None:
     """Have the kernel kill this rank when its launcher dies, even by `kill -9`.
 
     Without effect where there is no prctl (not Linux). `launcher_pid` closes the gap before the
-    call: a launcher that is already gone is no longer the parent.
+    call: a launcher that is already gone is no longer the parent. says_ends: see `says_ends`; commands of ours
+    that train say by themselves how another rank has ended.
     """
-    _launchers.append(launcher_pid)
+    _says_ends[:] = [says_ends]
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -48,6 +49,6 @@ def die_with_launcher(launcher_pid: int | None) -> None:
         sys.exit(1)
 
 
-def is_launched_here() -> bool:
-    """Return whether a launcher of fullshard's started this rank, which says how ranks end."""
-    return bool(_launchers)
+def says_ends() -> bool:
+    """Return whether this rank's watchdog is to say how others of its host have ended."""
+    return _says_ends[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 import threading
 import time
@@ -15,7 +16,14 @@ import torch
 
 from fullshard.errors import DivergenceError
 from fullshard.peers import stacks
-from fullshard.peers.stacks import line_in_program, raise_in, runs_program_beside, shown_stack
+from fullshard.peers.stacks import (
+    folded_traceback,
+    line_in_program,
+    line_of_error,
+    raise_in,
+    runs_program_beside,
+    shown_stack,
+)
 from tests.autograd_thread import waiting_for_backward
 
 
@@ -119,6 +127,23 @@ def test_a_stack_shows_the_program_and_folds_libraries(monkeypatch: pytest.Monke
     monkeypatch.setattr(stacks, "shows_all_frames", True)
     assert len(shown_stack(frame)) > 6
     assert shown_stack(None) == ()
+
+
+def test_a_traceback_keeps_its_causes_and_the_frame_that_raised() -> None:
+    def fail() -> None:
+        try:
+            json.loads("{")
+        except ValueError as error:
+            raise RuntimeError("no batch") from error
+
+    with pytest.raises(RuntimeError) as caught:
+        fail()
+    text = folded_traceback(caught.value)
+    assert text.endswith("RuntimeError: no batch\n")
+    assert "JSONDecodeError" in text
+    assert "frames of Python" in text
+    assert "in raw_decode" in text
+    assert line_of_error(caught.value).startswith(__file__)
 
 
 def test_a_call_is_named_and_not_a_decorator_around_it() -> None:

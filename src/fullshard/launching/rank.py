@@ -59,7 +59,7 @@ class Raised(NamedTuple):
 def serve(connection: Connection) -> None:
     """Be one rank."""
     task: Task = connection.recv()
-    die_with_launcher(int(os.environ[LAUNCHER_PID]))
+    die_with_launcher(int(os.environ[LAUNCHER_PID]), says_ends=True)
     try:
         call, arguments = _received(connection.recv_bytes())
         _join(task)

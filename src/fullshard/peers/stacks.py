@@ -5,6 +5,7 @@ Of this process, that is read from a thread's frames, by another thread; of othe
 
 import contextlib
 import ctypes
+import itertools
 import os
 import shutil
 import subprocess
@@ -121,26 +122,60 @@ def line_in_program(frame: types.FrameType | None) -> str:
     return ""
 
 
+def line_of_error(error: BaseException) -> str:
+    """Return the innermost line of the user's program that an exception came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f"{f.filename}:{f.lineno}" for f in frames if not _library_of(f.filename)]
+    return lines[-1] if lines else ""
+
+
 def shown_stack(frame: types.FrameType | None) -> tuple[str, ...]:
-    """Return the lines of a thread's stack, innermost call last: frames of libraries folded into one line each time.
+    """Return the lines of a thread's stack, innermost call last, as `FoldedStack` folds them."""
+    if frame is None:
+        return ()
+    lines = FoldedStack(traceback.extract_stack(frame)).format()
+    return tuple(map(str.rstrip, lines))
+
+
+class FoldedStack(traceback.StackSummary):
+    """A stack that prints frames of libraries as one line each time, but for the innermost.
 
     All frames while `shows_all_frames`; the innermost three where none is the program's.
     """
-    if frame is None:
-        return ()
-    frames = traceback.extract_stack(frame)
-    last = len(frames) - (1 if any(not _library_of(each.filename) for each in frames) else 3)
-    shown, folded = [], list[str]()
-    for number, each in enumerate(frames):
-        library = _library_of(each.filename)
-        if library and number < last and not shows_all_frames:
-            folded.append(library)
-            continue
-        if folded:
-            shown.append(_folded(folded))
-            folded = []
-        shown += traceback.format_list([each])
-    return tuple(map(str.rstrip, shown))
+
+    def format(self, **options: Any) -> list[str]:
+        if shows_all_frames:
+            return super().format(**options)
+        libraries = [_library_of(each.filename) for each in self]
+        for number in range(len(self) - (3 if all(libraries) else 1), len(self)):
+            libraries[max(number, 0)] = ""
+        lines, shown = list[str](), iter(self)
+        for is_library, of_what in itertools.groupby(libraries, bool):
+            names = [*of_what]
+            frames = [*itertools.islice(shown, len(names))]
+            if is_library:
+                lines.append(_folded(names) + "\n")
+            else:
+                lines += traceback.StackSummary.from_list(frames).format(**options)
+        return lines
+
+
+def folded_traceback(error: BaseException) -> str:
+    """Return what Python prints of an exception, with those that it came from, each with its stack folded."""
+    told = traceback.TracebackException.from_exception(error)
+    waiting: list[traceback.TracebackException | None] = [told]
+    while waiting:
+        if (each := waiting.pop()) is not None:
+            frames = [*each.stack]
+            if hasattr(each, "text"):  # a SyntaxError, whose line comes below the stack
+                frames = [frame for frame in frames if not _library_of(frame.filename)]
+            each.stack = FoldedStack(frames)
+            waiting += [
+                each.__cause__,
+                each.__context__,
+                *(getattr(each, "exceptions", None) or ()),
+            ]
+    return "".join(told.format())
 
 
 def _folded(libraries: list[str]) -> str:

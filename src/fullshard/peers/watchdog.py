@@ -40,7 +40,7 @@ import torch.distributed as dist
 
 from fullshard.errors import DivergenceError, FullshardError, PeerLostError
 from fullshard.host import is_running
-from fullshard.local_ranks import is_launched_here
+from fullshard.local_ranks import says_ends
 from fullshard.peers import divergence
 from fullshard.peers.diagnosis import describe_end, describe_still, judge
 from fullshard.peers.flight_record import (
@@ -174,8 +174,8 @@ class Watchdog:
     def _report_ends(self, ended: Collection[int], living: Collection[int]) -> None:
         """Say on one rank of this host which others have ended that should not have: see [Note: Torn down]."""
         codes = {rank: self.board.exit_code(rank) for rank in ended}  # while the system tells
-        if min(living, default=self._rank) < self._rank or is_launched_here():
-            return  # another rank says it, or whoever started the ranks
+        if min(living, default=self._rank) < self._rank or not says_ends():
+            return  # another rank says it, or the program
         if (verdict := self._told or self._delivered) is not None and not verdict.is_loss:
             return  # it is why ranks end
         for rank, pid in self.board.processes(ended).items():

@@ -81,12 +81,13 @@ def place_in(environment: Mapping[str, str]) -> Place | None:
 class Ending:
     """How the ranks ended; `message` is empty when they have said everything themselves.
 
-    rank: the one that failed first; None if none did.
+    rank: the one that failed first; None if none did. signal: what the launcher was stopped by, or 0.
     """
 
     code: Exit
     message: str = ""
     rank: int | None = None
+    signal: int = 0
 
 
 def may_fork() -> bool:
@@ -188,7 +189,7 @@ def _launch(
                 for process in processes:
                     process.signal(signal.SIGINT)
                 wait_for_end(processes, END_S)
-            return Ending(Exit.STOPPED)
+            return Ending(Exit.STOPPED, signal=stop.asked)
         finally:
             for process in processes:
                 process.kill()

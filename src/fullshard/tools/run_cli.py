@@ -8,6 +8,7 @@ import builtins
 import importlib.machinery
 import os
 import runpy
+import signal
 import sys
 import types
 import zipfile
@@ -63,7 +64,7 @@ def main(prog: str = "python -m fullshard.run", typed: Sequence[str] | None = No
             )
         sys.exit(_start(parser, typed, options.ranks))
     if launcher is not None:
-        die_with_launcher(int(os.environ.pop(LAUNCHER_PID)))
+        die_with_launcher(int(os.environ.pop(LAUNCHER_PID)), says_ends=True)
     _be_a_rank(parser, options, script, arguments)
 
 
@@ -155,9 +156,19 @@ def _start(parser: argparse.ArgumentParser, typed: Sequence[str], ranks: int) ->
             f"--ranks: needs {error.name}, of fullshard[train]. Or start it with torchrun."
         )
     ending = launch(["run", *typed], ranks=ranks, threads=threads_for(ranks, os.environ))
-    if ending.message:
-        print(f"{parser.prog}: {ending.message}", file=sys.stderr)
-    return Exit.FAILED if ending.code is Exit.STOPPED else ending.code
+    code, said = int(ending.code), ending.message
+    if ending.signal:
+        code = 128 + ending.signal  # as a shell says it
+        name = signal.Signals(ending.signal).name
+        how = "interrupted" if ending.signal == signal.SIGINT else f"stopped by {name}"
+        said = f"{how}; the ranks were ended."
+    elif ending.code is Exit.STOPPED:  # the script's own exit code
+        code = Exit.FAILED
+    if not said and ending.rank is not None and ranks > 1:
+        said = f"rank {ending.rank} failed first; the other ranks were ended."
+    if said:
+        print(f"{parser.prog}: {said}", file=sys.stderr)
+    return code
 
 
 def _be_a_rank(
@@ -185,6 +196,8 @@ def _be_a_rank(
             shard_on_cpus()
     except StateError as error:
         parser.error(str(error))
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _show
     sys.argv = [script, *arguments]
     sys.path.insert(0, "" if options.module else str(Path(script).resolve().parent))
     # Exit functions run in reverse order: registered first, this runs after the script's own.
@@ -208,6 +221,16 @@ def _be_a_rank(
         raise
     if account is not None:
         account.end()
+
+
+def _show(_: type[BaseException], error: BaseException, __: types.TracebackType | None) -> None:
+    """Print an exception that ends the script: its own frames, and those of libraries in a line each time."""
+    from fullshard.peers.stacks import folded_traceback, line_of_error
+
+    text = folded_traceback(error)
+    if isinstance(error, KeyboardInterrupt) and (line := line_of_error(error)):
+        text = f"interrupted at {line}\n"
+    print(text, end="", file=sys.stderr, flush=True)
 
 
 def _say(text: str) -> None:

@@ -176,7 +176,8 @@ class StepClock:
         """Note what there is of a script that has ended before its last step to be timed."""
         if len(self._moments) < 2:
             raise NothingToCompareError(
-                f"the script has ended after {self._num_steps} optimizer steps, and the first {WARM_UP} are not timed"
+                f"the script ended after {self._num_steps} optimizer steps, and times need {WARM_UP + 1} or more: the "
+                f"first {WARM_UP} set things up"
             )
         self._note()
 

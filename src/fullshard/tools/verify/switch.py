@@ -1,8 +1,11 @@
 """`fullshard compare`: should this script run on fullshard? Both engines in turn, then numbers and a verdict."""
 
+import contextlib
 import dataclasses
 import math
+import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -86,7 +89,10 @@ class Costs:
 
 @dataclasses.dataclass(frozen=True)
 class Switch:
-    """All that is known at the end. failed: what ended a run, in one sentence; then there may be nothing else."""
+    """All that is known at the end. failed: what ended a run, in one sentence; then there may be nothing else.
+
+    costs: None also for a script of too few steps to be timed.
+    """
 
     options: CompareOptions
     values: Values | None = None
@@ -97,7 +103,7 @@ class Switch:
 
     @property
     def code(self) -> Exit:
-        if self.values is None or self.costs is None:
+        if self.values is None or self.failed:
             return Exit.FAILED
         return Exit.OK if self.values.is_rounding else Exit.DIFFERENT
 
@@ -141,10 +147,16 @@ def compare_engines(options: CompareOptions, words: Sequence[str], *, threads: i
     """Run the script on both engines, recorded and then timed. words: what was typed, for the ranks. Raises OptionError."""
     began = time.monotonic()
     with records_folder(None) as records:
+        printed = records / "printed"
 
         def start(run: Run) -> Ending:
+            if run.round:
+                name = "PyTorch" if run.engine == "torch" else run.engine
+                print(f"round {run.round} of {options.rounds}: {name}", file=sys.stderr, flush=True)
             typed = ["compare", "--run", run.label, "--records", str(records), *words]
-            ending = launch(typed, ranks=options.ranks, threads=threads)
+            # What the script prints is shown of the first run on each engine.
+            with _output_into(printed) if run.round else contextlib.nullcontext():
+                ending = launch(typed, ranks=options.ranks, threads=threads)
             if ending.code is Exit.STOPPED:
                 raise KeyboardInterrupt
             return ending
@@ -172,12 +184,34 @@ def compare_engines(options: CompareOptions, words: Sequence[str], *, threads: i
                 if (failure := merged(there).failure) is not None or len(there) < options.ranks:
                     why = _said(failure) if failure else ending.message
                     note = f"it failed when {engine} was timed, so nothing is said of time and memory: {why}"
-                    return Switch(options, values, notes=[note], seconds=time.monotonic() - began)
+                    if failure and failure.kind == "NothingToCompareError":
+                        why, note = "", f"values are compared, times are not: {failure.text}"
+                    else:
+                        print(printed.read_text(errors="replace"), end="", file=sys.stderr)
+                    spent = time.monotonic() - began
+                    return Switch(options, values, failed=why, notes=[note], seconds=spent)
                 seconds[engine].append(max(statistics.median(each.seconds) for each in there))
                 nbytes[engine] = [each.peak_nbytes for each in there if each.peak_nbytes]
     costs = Costs(seconds, nbytes)
     notes = list(_notes(options, values, costs, busy))
     return Switch(options, values, costs, notes=notes, seconds=time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def _output_into(file: Path) -> Iterator[None]:
+    """Have what processes print that are started within the body go to a file, and not to the terminal."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = {number: os.dup(number) for number in (1, 2)}
+    try:
+        with file.open("wb") as opened:
+            for number in kept:
+                os.dup2(opened.fileno(), number)
+        yield
+    finally:
+        for number, copy in kept.items():
+            os.dup2(copy, number)
+            os.close(copy)
 
 
 def _failed(comparison: Comparison) -> str:
