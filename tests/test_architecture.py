@@ -343,7 +343,7 @@ _MOST_LINES = {
     "peers": 3255,
     "plan": 1540,
     "state": 3270,
-    "tools": 16100,
+    "tools": 15954,
     "top": 2020,
     "watch": 1460,
 }

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fullshard.tools import progress
 from fullshard.tools.progress import SPEED_STEPS, Plain, Speed, printable
-from fullshard.tools.worker import _show, _show_end, _traceback_of
+from fullshard.tools.worker import _show, _show_end
 
 
 def test_speed_is_that_of_the_last_steps_together() -> None:
@@ -76,15 +76,6 @@ def test_the_sample_is_printed_escaped_and_kept_as_it_is_in_json(
     assert {re.match(r"[\w ]*?  +", line).end() for line in end} == {12}  # type: ignore[union-attr]
     _show(summary, Plain(Console()), as_json=True)
     assert json.loads(capsys.readouterr().out)["sample"] == summary["sample"]
-
-
-def test_what_other_packages_do_in_a_traceback_is_folded() -> None:
-    try:
-        json.loads('{"a": 1}', object_hook=lambda fields: fields["b"])
-    except KeyError as error:
-        shown = _traceback_of(error)
-    assert shown.count('File "') == shown.count(f'File "{__file__}"') == 2
-    assert shown.endswith("KeyError: 'b'")
 
 
 def test_long_copies_show_a_bar_of_bytes_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,8 @@ import hashlib
 import math
 import shlex
 import signal
-import site
 import sys
-import sysconfig
 import time
-import traceback
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -30,6 +27,7 @@ from fullshard.errors import CheckpointError, FullshardError, PeerLostError
 from fullshard.json_files import json_text
 from fullshard.local_ranks import die_with_launcher
 from fullshard.models.blueprints import ConfiguredBlueprint
+from fullshard.peers.stacks import folded_traceback
 from fullshard.peers.store import store_in_time
 from fullshard.peers.waits import announce, lost_ranks, naming_lost_ranks
 from fullshard.peers.watchdog import watchdog
@@ -147,7 +145,7 @@ def _complain(place: Place, folder: RunFolder, error: Exception) -> Exit:
     if isinstance(error, OSError):
         said += f"\n{folder.what_is_saved()}"
     elif not isinstance(error, FullshardError):
-        said = f"failed:\n{_traceback_of(error)}"
+        said = f"failed:\n{folded_traceback(error).rstrip()}"
     is_common = isinstance(error, OptionError | CheckpointError | TrainingError)
     if _is_first_to_say(said, unless_asked=place.rank == 0 or not is_common):
         where = "" if is_common else f"rank {place.rank}: "
@@ -166,25 +164,6 @@ def _is_first_to_say(text: str, *, unless_asked: bool) -> bool:
     except Exception:
         return unless_asked
     return number == 1
-
-
-def _traceback_of(error: Exception) -> str:
-    """Return a traceback in which calls inside of other packages are folded, but for the one that raised."""
-    others = (sysconfig.get_path("stdlib"), *site.getsitepackages())
-    ours = str(Path(__file__).parents[1])
-    told = traceback.TracebackException.from_exception(error)
-    each: traceback.TracebackException | None = told
-    while each is not None:
-        frames = [
-            frame
-            for frame in each.stack
-            if frame is each.stack[-1]
-            or not frame.filename.startswith(("<frozen", *others))
-            or frame.filename.startswith(ours)
-        ]
-        each.stack = traceback.StackSummary.from_list(frames)
-        each = each.__cause__ or each.__context__
-    return "".join(told.format()).rstrip()
 
 
 def _is_loss(error: Exception) -> bool:
