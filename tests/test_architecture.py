@@ -340,10 +340,10 @@ _MOST_LINES = {
     "migrate": 920,
     "models": 1130,
     "optim": 830,
-    "peers": 3255,
+    "peers": 3260,
     "plan": 1540,
     "state": 3270,
-    "tools": 15954,
+    "tools": 15957,
     "top": 2020,
     "watch": 1460,
 }

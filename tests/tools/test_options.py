@@ -96,9 +96,7 @@ def test_every_problem_is_said_at_once(refused) -> None:
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(refused, text: Path, tmp_path: Path) -> None:
     RunFolder(tmp_path / "old").start(TrainConfig(), fingerprint="", done=0)
-    assert "already holds a run. Continue it with fullshard train --resume old" in refused(
-        "--out", "old"
-    )
+    assert "fullshard train --resume old (or --auto-resume" in refused("--out", "old")
 
 
 def test_a_rank_under_torchrun_refuses_another_number_of_ranks(

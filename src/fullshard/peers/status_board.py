@@ -33,6 +33,7 @@ NBYTES = 8192  # of a rank's slot
 _HEAD_NBYTES = 8  # length and checksum of what follows
 _FEW_RANKS = 16
 _FIND_S = 1.0  # for a rank to have said where it can be reached
+_CLOSE_S = 1.0  # for another thread to see that its wait is over
 _ROLL_EVERY_S = 1.0  # at which a rank that has others on other hosts looks whether it is asked for
 _ROLL_CALL_S = 2.5  # for ranks to say that they are there, after a connection broke
 
@@ -99,6 +100,9 @@ class StatusBoard:
         self._exits: dict[int, int] = {}  # by rank, files that can be read once it has ended
         self._wakes: int | None = None  # a file that ends a wait for these,
         self._woken = threading.Event()  # and what does so without one
+        self._waiting = (
+            threading.Lock()
+        )  # while it is waited for: a number that is closed may be another file's at once
         with contextlib.suppress(AttributeError, OSError):  # not on Linux, or too few files
             self._wakes = os.eventfd(0)
         self._untold: set[int] = set()  # ranks of which all are to know that they have ended
@@ -134,10 +138,14 @@ class StatusBoard:
         """Post nothing more, and close connections, as the end of the process would."""
         self._is_over = True
         self.connections.close()
+        self.wake()
+        if not self._waiting.acquire(timeout=_CLOSE_S):
+            return
         exits, self._exits = self._exits, {}
         wakes, self._wakes = self._wakes, None
         for file in (*exits.values(), *(() if wakes is None else (wakes,))):
             os.close(file)
+        self._waiting.release()
 
     # What ranks say of themselves
 
@@ -196,11 +204,12 @@ class StatusBoard:
 
     def wait_for_exit(self, ranks: Collection[int], limit_s: float) -> set[int]:
         """Return those of these neighbours whose processes have ended, once there is one, or early after `wake`."""
-        if self._wakes is None:
-            self._woken.wait(limit_s)
-            self._woken.clear()
-            return set()
-        return self._readable(ranks, limit_s, self._wakes)
+        with self._waiting:
+            if self._wakes is not None:
+                return self._readable(ranks, limit_s, self._wakes)
+        self._woken.wait(limit_s)
+        self._woken.clear()
+        return set()
 
     def _readable(self, ranks: Collection[int], limit_s: float, *more: int) -> set[int]:
         files = {file: rank for rank, file in self._exits.copy().items() if rank in ranks}

@@ -113,7 +113,6 @@ class Watchdog:
     def stop(self) -> None:
         """End the thread, without a word."""
         self._ended.set()
-        self.board.wake()
         self.board.close()
 
     # For the thread that trains

@@ -190,7 +190,7 @@ class StepClock:
         if timed == -_MEMORY_STEPS:
             if self._device:
                 torch.accelerator.reset_peak_memory_stats()
-            else:
+            elif self._look_once():  # steps may be over before a thread looks
                 threading.Thread(target=self._look, daemon=True).start()
         if timed >= 0:
             self._has_looked.set()
@@ -221,12 +221,15 @@ class StepClock:
 
     def _look(self) -> None:
         """Look at this process's memory again and again: it is highest somewhere within a step."""
-        while not self._has_looked.is_set():
-            now = self._held_now()
-            if now is None or self._held is None:
-                return
-            self._peak = max(self._peak or 0, now - self._held)
-            self._has_looked.wait(_LOOK_S)
+        while self._look_once() and not self._has_looked.wait(_LOOK_S):
+            pass
+
+    def _look_once(self) -> bool:
+        now = self._held_now()
+        if now is None or self._held is None:
+            return False
+        self._peak = max(self._peak or 0, now - self._held)
+        return True
 
     def _held_now(self) -> int | None:
         """Return what the process holds of its own, with its part of what it shares with others (PSS)."""
