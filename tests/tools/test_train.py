@@ -391,6 +391,26 @@ print("all that is left:", ended.code)
     assert done.out == "all that is left: 75\n", done.err
 
 
+def test_ranks_are_forks_only_of_a_launcher_without_other_threads_and_gpus() -> None:
+    code = """
+import threading
+from fullshard.tools import launch
+
+launch._THREADS_OF_IMPORTS = launch._num_threads()
+launch.num_gpus = lambda: 0
+said = [launch.may_fork()]
+launch.num_gpus = lambda: 1
+said.append(launch.may_fork())
+launch.num_gpus = lambda: 0
+over = threading.Event()
+threading.Thread(target=over.wait, daemon=True).start()  # it may hold a lock
+print(*said, launch.may_fork())
+over.set()
+"""
+    (done,) = in_warm_forks(code)
+    assert done.out == "True False False\n", done.err
+
+
 def test_folders_may_have_any_name(tmp_path: Path) -> None:
     data, run, hub = (
         tmp_path / f'{name} [1]* it\'s "so" $HOME\n!' for name in ("data", "run", "hub")
