@@ -50,6 +50,7 @@ ROUTES = {
     "another order": ((8, 8), [[0, 1], [1, 0]]),
     "one more": ((8, 8), [[0], [0, 1]]),
     "another size": ((8, 64), [[0], [1]]),
+    "its parts": ((8, 8), [[0, 1], None]),
 }
 
 
@@ -59,7 +60,11 @@ def _diverge(path: str, face: str, case: str) -> None:
         model = _sharded(api, Routed(*widths), face)
         for _ in range(3):  # it takes one step to know that nobody writes
             mean_square(model(my_part(make_batch(16)), [0, 1])).backward()
-        mean_square(model(my_part(make_batch(16)), routes[rank() % 2])).backward()
+        route, x = routes[rank() % 2], my_part(make_batch(16))
+        if route is None:
+            mean_square(model.experts[1](model.experts[0](x))).backward()
+        else:
+            mean_square(model(x, route)).backward()
 
 
 @pytest.mark.parametrize("case", ROUTES)
@@ -69,9 +74,11 @@ def test_divergence_is_an_error_on_every_rank_that_names_both_units(path: str, c
     for outcome in run_fresh(2, _diverge, path=path, face=face, case=case):
         assert outcome.fate is Fate.RAISED, outcome.text
         assert "DivergenceError" in outcome.error, outcome.text
-        assert "experts.1" in outcome.text
         assert "rank 0: " in outcome.text
         assert "rank 1: " in outcome.text
+        # Calls of parts are one step, of which the first is another than the other rank's.
+        parted = "step 4: rank 0 called root (forward); rank 1 called experts.0 (forward)"
+        assert (parted if case == "its parts" else "experts.1") in outcome.text
         assert outcome.seconds < WITHIN_S
 
 

@@ -252,7 +252,7 @@ class Iteration:
         self.has_run = True
         self._to(Stage.FORWARD)
         self.root, self._caller = weakref.ref(root), caller
-        self._path.begin_forward()
+        self._path.begin_forward(root.state.all_units[0])
         is_labelling = type(self.observer) is ProfilerLabels  # what nobody traces, for a profiler
         if is_labelling != profiler._is_profiler_enabled and (
             is_labelling or self.observer is None

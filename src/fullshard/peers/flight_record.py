@@ -47,7 +47,8 @@ _STRIDE = _ENTRY_NBYTES // _WORD_NBYTES  # from one entry to the next, in words
 _PLACES = (1 << 31) - 1  # places are counted modulo 2**31, so that a signed word has room for them
 # Of a trail, the words after its first, which counts them.
 _TRAIL_KEPT = 511
-_STEPS, _MODELS, _UNITS = (1 << 23) - 1, (1 << 12) - 1, (1 << 23) - 1
+_STEPS, _MODELS, _UNITS = (1 << 23) - 1, (1 << 12) - 1, (1 << 22) - 1
+_CALL = 1 << 22  # the program has called the unit's module
 _EMPTY = 1 << 23  # a unit whose backward has left no gradient
 _SHOWN = 16  # entries in a tail
 
@@ -229,14 +230,16 @@ class FlightRecord:
             self.thread = threading.get_ident()
         self._moment = ((step & _STEPS) << 4 | phase) << 36 | model << 24
 
-    def note(self, unit: int, *, is_empty: bool = False) -> None:
+    def note(self, unit: int, *, is_empty: bool = False, is_call: bool = False) -> None:
         """Note that this rank runs a unit, by its number in the model of the moment.
 
-        is_empty: its backward, noted before, has left no gradient.
+        is_empty: its backward, noted before, has left no gradient. is_call: the program calls its module.
         """
         count, words = self._num_noted, self._words
         # The word before the count: whoever sees the count reads a whole word.
-        words[self._first_noted + count % _TRAIL_KEPT] = self._moment | unit | is_empty * _EMPTY
+        words[self._first_noted + count % _TRAIL_KEPT] = (
+            self._moment | unit | is_empty * _EMPTY | is_call * _CALL
+        )
         words[self._first_noted - 1] = self._num_noted = count + 1
 
     @property
@@ -259,7 +262,9 @@ class FlightRecord:
         for word in [self._words[trail + 1 + number % _TRAIL_KEPT] for number in numbers]:
             model, unit = word >> 24 & _MODELS, word & _UNITS
             name = self._units.get((model, unit), f"unit {unit}")
-            events.append(Event(_moment_of(word), model, name, not word & _EMPTY))
+            events.append(
+                Event(_moment_of(word), model, name, not word & _EMPTY, bool(word & _CALL))
+            )
         return events
 
     # Messages

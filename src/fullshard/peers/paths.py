@@ -27,7 +27,11 @@ class StepPhase(enum.IntEnum):
 
 
 class Moment(NamedTuple):
-    """A step, counted from 1 by forwards with gradients, and a phase of it."""
+    """A step and a phase of it.
+
+    Steps count from 1. A forward with gradients begins one after a backward, and where it calls a module that the
+    step has called: submodules called one after the other are in one step, as the whole model called at once is.
+    """
 
     step: int
     phase: StepPhase
@@ -42,12 +46,14 @@ class Event(NamedTuple):
     """A unit that a rank ran. model: numbers the models of a group.
 
     has_gradients: False after its backward, if that has left no gradient on any trained parameter of it.
+    is_call: the program has called its module, from outside the model; what that runs comes after it.
     """
 
     moment: Moment
     model: int
     unit: str
     has_gradients: bool = True
+    is_call: bool = False
 
 
 def first_difference(trails: Mapping[int, Sequence[Event]]) -> str | None:
@@ -132,10 +138,12 @@ def _by_step(events: Sequence[Event]) -> dict[tuple[int, int], list[Event]]:
 
 def _sentence(step: tuple[int, int], events: Mapping[int, Event | None]) -> str:
     texts = {
-        rank: "nothing more" if event is None else f"{event.unit} ({event.moment.phase})"
+        rank: f"{'called' if event.is_call else 'ran'} {event.unit} ({event.moment.phase})"
+        if event
+        else "ran nothing more"
         for rank, event in events.items()
     }
-    ran = "; ".join(f"{ranks} ran {text}" for ranks, text in by_text(texts))
+    ran = "; ".join(f"{ranks} {text}" for ranks, text in by_text(texts))
     return f"Their paths parted in step {step[0]}: {ran}."
 
 

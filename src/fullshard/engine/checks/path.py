@@ -26,9 +26,11 @@ class Path:
     """
 
     def __init__(self, kind: str, units: Sequence[Unit], kinds: Sequence[type]) -> None:
-        self._step = 0  # forwards with gradients so far
+        self._step = 0
+        self._called: set[int | None] = set()  # in this step, before its backward
         self._phase = StepPhase.BETWEEN
         named = [(unit.path, [param.name for param in unit.params]) for unit in units]
+        named.append(("root", []))  # which need not be a unit
         records = dict.fromkeys(comm.record for comm in comms_of(units))
         # The model's number in the flight record of each of its groups.
         self._records = {each: each.add_model(kind, named) for each in records if each is not None}
@@ -46,11 +48,22 @@ class Path:
         self._order: list[int] = []
         self._has_warned = False
 
-    def begin_forward(self) -> None:
-        """Begin the root's forward, and tell of parameters that are frozen or trained since the last."""
+    def begin_forward(self, called: Unit) -> None:
+        """Begin a forward, and tell of parameters that are frozen or trained since the last.
+
+        called: the unit of the module that the program calls, which may have no parameters.
+        """
+        number = called.number if called.params else None if called.name else len(self._units)
         is_step = torch.is_grad_enabled()
-        self._step += is_step
+        if is_step and (not self._called or number in self._called):
+            self._step += 1
+            self._called.clear()
+        if is_step:
+            self._called.add(number)
         self.begin(StepPhase.FORWARD if is_step else StepPhase.EVALUATION)
+        if number is not None:
+            for note in self._notes:
+                note(number, is_call=True)
         if is_step:
             self._freezing.enter_changes(self._records)
         self._checks_order = dist.get_debug_level() == dist.DebugLevel.DETAIL
@@ -58,6 +71,8 @@ class Path:
     def begin(self, phase: StepPhase) -> None:
         """Say which part of the step this rank is in."""
         self._phase = phase
+        if phase is StepPhase.BACKWARD:
+            self._called.clear()
         for record, model in self._records.items():
             record.begin(model, self._step, phase)
 
