@@ -181,6 +181,25 @@ def test_the_command_starts_ranks_itself(tmp_path: Path) -> None:
     assert "Leave --ranks out" in ended.err
 
 
+def test_a_killed_rank_of_the_command_is_named_with_its_layer(tmp_path: Path) -> None:
+    die = """
+    fully_shard(model[0])
+    fully_shard(model)
+    import os, signal
+    if dist.get_rank() == 1:
+        model[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    model(torch.ones(2, 64)).sum().backward()
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(FEW_LINES + die))
+    words = ("run", "--ranks", "2", "script.py")
+    ended = fullshard_in_fork(*words, folder=tmp_path, before=FORKED_RANKS)
+    assert ended.code == 3
+    (named,) = [
+        line for line in ended.err.splitlines() if "SIGKILL" in line and "step 1, forward" in line
+    ]
+    assert "rank 1 (pid " in named
+
+
 def test_what_trained_without_sharding_is_told_with_the_reason(tmp_path: Path) -> None:
     ddp = f"""
     {FEW_LINES}
