@@ -103,6 +103,20 @@ def test_ranks_that_end_without_saving_say_which_step_is_lost(
     assert ("stays" not in said) == ("saved" in said) == lost
 
 
+def test_a_rank_that_is_lost_while_ranks_join_leaves_something_to_type(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder, has_begun in (
+        (RunFolder(tmp_path / "a"), False),
+        (RunFolder(tmp_path / "b"), True),
+    ):
+        if has_begun:  # then the ranks that are left say what is saved
+            folder.start(TrainConfig(), fingerprint="x", done=0)
+        lost = Ending(Exit.RANK_LOST, "rank 1 was killed.", 1)
+        assert _finish(lost, cast(Job, SimpleNamespace(folder=folder, done=0))) == Exit.RANK_LOST
+        assert ("same command again" in capsys.readouterr().err) != has_begun
+
+
 def test_what_continues_a_run_can_be_typed_whatever_its_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

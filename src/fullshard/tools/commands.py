@@ -167,7 +167,9 @@ def _finish(ending: Ending, job: Job) -> Exit:
                     f"{job.folder.what_is_saved()}"
                 )
     if ending.message:
-        say(f"fullshard: {ending.message}")
+        # The ranks that are left say what is saved, once they have joined and written the options.
+        hint = "" if job.folder.config_file.exists() else f" {job.folder.what_is_saved()}"
+        say(f"fullshard: {ending.message}{hint}")
     return code
 
 
