@@ -139,7 +139,7 @@ def _under_both(name: str, *, cpu: bool = False, needs: Sequence[str], **how: st
 
 _OUT = "--out {out}"
 _ROUNDING = "sums in another order"
-_CLIPPING = "by the norm that gradients are clipped to, whose squares are summed in another order"
+_CLIPPING = "by the last bit of the norm that gradients are clipped to, since shards are others: steps in bfloat16 make more of it"
 CASES = [
     Case(
         Run("finetune_minilm", ["--out", "{out}"]),
@@ -170,14 +170,12 @@ CASES = [
         Run("fsdp1", ["--out", "{out}"], []),
         Run("fsdp1", ["--out", "{out}"]),
         "FSDP1",
-        1e-4,
-        why=_CLIPPING,
     ),
     Case(
         Run("fsdp1_moved"),
         Run("fsdp1", ["--out", "{out}"]),
         "FSDP1, before the move",
-        1e-4,
+        5e-4,
         why=_CLIPPING,
     ),
     Case(

@@ -1,8 +1,8 @@
 """Training against PyTorch's wrapper in the same ranks, and against one process on the whole batch.
 
 On two ranks, and on a 2 x 2 mesh, every sum has two terms, which have one sum in any order: there
-everything equals PyTorch's bit by bit, until gradients were accumulated in a low precision or
-scaled by a norm, whose terms are added in another order.
+everything equals PyTorch's bit by bit, and after gradients were scaled by a norm too, where ranks
+have the same parts of them.
 """
 
 from __future__ import annotations
@@ -162,10 +162,13 @@ def _assert_trains_as_torch(api: Api, cell: Cell) -> None:
         assert output.dtype == other.dtype
         torch.testing.assert_close(output, other, rtol=early, atol=early)
     assert_equal(ours.exact_parameters, theirs.exact_parameters, rtol=early, atol=early)
-    # Of a norm, the terms are added in another order, and then it scales everything.
-    assert ours.losses == pytest.approx(theirs.losses, rel=tolerance)
-    assert ours.norms == pytest.approx(theirs.norms, rel=tolerance)
-    assert_equal(ours.parameters, theirs.parameters, rtol=tolerance, atol=tolerance)
+    # Where originals are shown, PyTorch begins each at a multiple of 16 bytes: of odd ones, ranks then have other parts,
+    # whose norms add up in another order.
+    has_same_parts = cell.strategy == "NO_SHARD" or not cell.use_orig_params
+    late = 0.0 if is_exact and has_same_parts else tolerance
+    assert ours.norms == pytest.approx(theirs.norms, rel=late, abs=0.0)
+    assert ours.losses == pytest.approx(theirs.losses, rel=late, abs=0.0)
+    assert_equal(ours.parameters, theirs.parameters, rtol=late, atol=late)
     assert {n: b.dtype for n, b in ours.buffers.items()} == {
         n: b.dtype for n, b in theirs.buffers.items()
     }

@@ -436,7 +436,11 @@ class FullyShardedDataParallel(StateDictMethods):
         """
         if not self.check_is_root():
             raise StateError("`clip_grad_norm_()` should only be called on the root FSDP instance")
-        parameters = list(self.parameters())
+        # In PyTorch's order, which the norm's last bit depends on.
+        units = [instance._unit for instance in self.fsdp_modules(self)]
+        own = (holder.sharded for unit in units for holder in unit.holders)
+        is_divided = any(unit.mesh.shard_group is not None for unit in units)
+        parameters = [*dict.fromkeys((*(own if is_divided else ()), *self.parameters()))]
         dtypes = [p.grad.dtype for p in parameters if p.grad is not None]
         trained = [p for p in parameters if p.requires_grad] or parameters
         if not dtypes and any(p.numel() for p in trained):

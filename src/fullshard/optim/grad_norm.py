@@ -65,16 +65,16 @@ def clip_grad_norm_(
         by_groups.setdefault(part.groups, []).append(part)
     if not by_groups:
         return torch.tensor(0.0, device="cpu")
-    if norm_type > 0:
+    if not any(by_groups):  # nothing is divided over ranks
+        counted = [part.counted for part in by_groups[()] if part.counted is not None]
+        norm = nn.utils.get_total_norm([each for each in counted if each.numel()], norm_type)
+    elif norm_type > 0:
         norm = _norm_over_ranks(by_groups, norm_type, parameters[-1].device)
-    elif any(by_groups):
+    else:
         raise StateError(
             f"norm_type is {norm_type}: norms of order 0 or less are not taken of gradients that are divided over "
             "ranks. Give 1, 2, another positive number, or math.inf."
         )
-    else:
-        counted = [part.counted for part in by_groups[()] if part.counted is not None]
-        norm = nn.utils.get_total_norm(counted, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise StateError(
             f"The gradients' norm of order {norm_type} is {norm.item()}. Run with FULLSHARD_DEBUG=nan "
@@ -224,4 +224,6 @@ def _local_power(
     norms = torch.stack(
         [norm.to(dtype) for norm in torch._foreach_norm(counted, norm_type, dtype=dtype)]
     )
-    return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+    # As PyTorch's wrapper does: where ranks divide gradients as it does, the norm is its norm in every bit.
+    norm = torch.linalg.vector_norm(norms, norm_type)
+    return norm if math.isinf(norm_type) else norm**norm_type
