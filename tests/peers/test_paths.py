@@ -78,6 +78,9 @@ def test_units_without_gradients_are_those_that_other_ranks_have_them_of() -> No
     assert without_gradients({0: whole, 1: forward + _backward("c")}) == {}
     assert without_gradients({0: whole, 1: _trail((1, "ac")) + _backward("ca")}) == {}
     assert without_gradients({0: last, 1: last}) == {}
+    # Ahead by a unit that it has not run: the other is still on its way to b.
+    ahead = _trail((1, "abd")) + _backward("db")
+    assert without_gradients({0: _trail((1, "abcd")) + _backward("dc"), 1: ahead}) == {}
 
 
 def test_ranks_of_one_text_are_named_together() -> None:

@@ -84,7 +84,8 @@ def first_difference(trails: Mapping[int, Sequence[Event]]) -> str | None:
 def without_gradients(trails: Mapping[int, Sequence[Event]]) -> dict[str, list[int]]:
     """Return, by the unit, the ranks without its gradients in the last step that all are in.
 
-    A rank lacks them if its backward has left none, or has gone past the unit where another rank ran it.
+    A rank lacks them if its backward has left none, or, where all ran the same forward, has gone past the unit where
+    another rank ran it.
     Units that no rank has gradients of are left out: on them the ranks agree.
 
         {0: [forward: a, b, c; backward: c, b], 1: [forward: a, b, c; backward: c, a]} -> {b: [1]}
@@ -93,9 +94,14 @@ def without_gradients(trails: Mapping[int, Sequence[Event]]) -> dict[str, list[i
     found: dict[str, set[int]] = {}
     for step in _common(by_step)[-1:]:
         backwards = {rank: _backward(each[step]) for rank, each in by_step.items()}
+        ran_same = len({frozenset(own.ran) for own in backwards.values()}) == 1
         for other in backwards.values():
             for number, unit in enumerate(other.units):
-                lacking = {rank for rank, own in backwards.items() if own.lacks(unit, number)}
+                lacking = {
+                    rank
+                    for rank, own in backwards.items()
+                    if unit in own.empty or (ran_same and own.is_past(unit, number))
+                }
                 found.setdefault(unit, set()).update(lacking)
     return {unit: sorted(ranks) for unit, ranks in found.items() if ranks}
 
@@ -107,10 +113,9 @@ class _Backward(NamedTuple):
     empty: set[str]
     ran: set[str]
 
-    def lacks(self, unit: str, number: int) -> bool:
-        """Whether it has no gradients of a unit that another rank ran as the ``number``-th."""
-        is_past = unit in self.ran and number < len(self.units) and unit not in self.units
-        return unit in self.empty or is_past
+    def is_past(self, unit: str, number: int) -> bool:
+        """Whether it has left out a unit that another rank ran as the ``number``-th."""
+        return unit in self.ran and number < len(self.units) and unit not in self.units
 
 
 def _backward(events: Sequence[Event]) -> _Backward:

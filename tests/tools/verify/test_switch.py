@@ -209,7 +209,7 @@ def test_values_differ_first_where_any_bit_does() -> None:
     )
     values = switch._values(OPTIONS, comparison)
     assert values.steps == 2
-    assert values.first == "gradient of b: step 2, rank 0"
+    assert values.first == "gradient of b: step 2, rank 0, by up to 1.0e-06"
     assert values.gradient == 1e-6
     assert values.same_losses
     assert not values.same_gradients

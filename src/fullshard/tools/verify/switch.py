@@ -259,17 +259,21 @@ def _values(options: CompareOptions, comparison: Comparison) -> Values:
             if theirs[label] != its[label]:
                 of_rank, _, name = label.partition("/")
                 differing.append((step, int(of_rank), name))
-    amounts = {0: 0.0, 1: 0.0}  # of the first step, and of later ones
+    amounts = dict.fromkeys(range(max(steps, 1)), 0.0)  # of each step's gradients
     for each in gradients:
         if each.name not in uncompared:
             relative = math.inf if math.isnan(each.worst) else each.relative
-            amounts[min(each.step, 1)] = max(amounts[min(each.step, 1)], relative)
-    loss = max((_relative(loss.alone, loss.sharded) for loss in losses), default=0.0)
+            amounts[each.step] = max(amounts.get(each.step, 0.0), relative)
+    apart = {(loss.step, loss.rank): _relative(loss.alone, loss.sharded) for loss in losses}
+    loss = max(apart.values(), default=0.0)
     rtol = options.tolerance({o.dtype for part in torch.parts for o in part.outputs}).rtol
     first = ""
     if differing:  # in a step losses come before gradients, which are in the order of parameters
         step, rank, name = min(differing, key=lambda each: (each[0], bool(each[2])))
-        first = f"{f'gradient of {name}' if name else 'loss'}: step {step + 1}, rank {rank}"
+        amount = _amount(amounts[step] if name else apart[step, rank])
+        first = (
+            f"{f'gradient of {name}' if name else 'loss'}: step {step + 1}, rank {rank}, {amount}"
+        )
     return Values(
         steps,
         num_gradients=len({label.partition("/")[2] for step in torch.bits for label in step}),
