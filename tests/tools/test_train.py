@@ -460,13 +460,28 @@ def test_a_save_that_fails_in_the_background_ends_the_run_before_the_next(tmp_pa
     assert "rank 0: rank" not in said
 
 
-def test_a_loss_that_is_not_finite_stops_every_rank(tmp_path: Path) -> None:
-    options = ("--lr", "1e30", "--warmup", "0", "--clip", "0", "--out", tmp_path / "run")
-    ranks = fullshard_on_ranks(2, "train", *FOREVER, *options)
+@pytest.mark.parametrize(
+    ("wrong", "kept", "options"),
+    [
+        ("loss is nan", 0, "--lr 1e38 --warmup 0 --clip 0"),
+        ("norm is nan", 1, "--lr 1e6 --warmup 4 --save-every 1"),
+        ("loss of held-out text is nan", 0, "--lr 1e38 --warmup 0 --val-data val.txt --val-every 1"),
+        ("weights are not finite", 0, "--lr 1e39 --warmup 0 --clip 0 --save-every 1"),
+    ],
+)
+def test_what_is_not_finite_stops_every_rank_and_is_not_saved(
+    tmp_path: Path, wrong: str, kept: int, options: str
+) -> None:
+    (tmp_path / "val.txt").write_text("what is held out\n" * 400)
+    words = options.replace("val.txt", str(tmp_path / "val.txt")).split()
+    ranks = fullshard_on_ranks(2, "train", *FOREVER, *words, "--out", tmp_path / "run")
     codes = sorted(ended.code for ended in ranks)
     assert codes in ([1, 1], [1, 3]), ranks  # a rank that sees the other end says that it is lost
     said = "".join(ended.err for ended in ranks)
     # Whoever comes second has nothing to add to it, least of all that one should go on.
-    assert said.count("Lower --lr") == said.count("No checkpoint had been saved") == 1
-    assert "checkpoint" not in said.replace("No checkpoint had been saved", "")
+    assert said.count(wrong) == said.count("Lower --lr") == 1
+    named = {f"step-{step:08d}" for step in range(1, kept + 1)}
+    assert {path.name for path in (tmp_path / "run").glob("checkpoints/step-*")} == named
+    assert said.count("No checkpoint had been saved") == (not kept)
+    assert said.count("--init-from") == 2 * bool(kept)
     assert "Traceback" not in said

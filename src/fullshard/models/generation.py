@@ -9,6 +9,9 @@ from torch import Tensor, nn
 Agree = Callable[[Tensor], Tensor]
 """Makes one rank's choice everybody's: takes and returns the chosen tokens (batch, 1)."""
 
+NO_TOKEN = -1
+"""In place of a token, where there is none."""
+
 Step = Callable[[Tensor], Tensor]
 """Takes the next tokens (batch, new) of some sequences and returns their logits (batch, new, vocab)."""
 
@@ -44,7 +47,7 @@ def generate(
     step: of new sequences, such as `continuation(model)`. Temperature 0 takes the likeliest token. With a
     sharded model every rank must call this with the same arguments, because each forward gathers
     parameters from all of them; `agree` then broadcasts one rank's choice, so that ranks stay together even
-    where their devices round differently. Raises ValueError for an empty prompt.
+    where their devices round differently. Ends with `NO_TOKEN` where logits are not finite, or `agree` returns it. Raises ValueError for an empty prompt.
     """
     if prompt.shape[1] == 0:
         raise ValueError("generate: the prompt is empty; give at least one token to continue.")
@@ -56,6 +59,10 @@ def generate(
             choice = logits.argmax(-1, keepdim=True)
         else:
             odds = torch.softmax(logits / temperature, dim=-1)
-            choice = torch.multinomial(odds, 1, generator=generator)
+            choice = torch.full_like(odds[:, :1], NO_TOKEN, dtype=torch.long)
+            if not odds.isnan().any():
+                choice = torch.multinomial(odds, 1, generator=generator)
         tokens = agree(choice.to(prompt.device))
         yield tokens
+        if (tokens == NO_TOKEN).any():
+            return

@@ -20,12 +20,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import fullshard
 from fullshard.errors import AllocationError, CheckpointError, FullshardError
 from fullshard.models.blueprints import Blueprint, ModelConfigError
 from fullshard.models.built import LanguageModel, build
-from fullshard.models.generation import evaluating, generate
+from fullshard.models.generation import NO_TOKEN, evaluating, generate
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.job import Job
 from fullshard.tools.launch import StopRequest
@@ -121,15 +122,27 @@ class Trainer:
                 recorder.end_step(done)
                 done += 1
                 is_last = result.stop or done == config.steps
-                self._record(done, result, seconds, self._validate(done, is_last=is_last))
-                if not math.isfinite(result.loss):
+                saves = is_last or (config.save_every > 0 and done % config.save_every == 0)
+                numbers = {"loss": result.loss, "gradients' norm": result.grad_norm}
+                val_loss = None
+                if all(map(math.isfinite, numbers.values())):
+                    val_loss = self._validate(done, is_last=is_last)
+                    numbers["loss of held-out text"] = val_loss or 0.0
+                self._record(done, result, seconds, val_loss)
+                wrong = [
+                    f"the {n} is {value}"
+                    for n, value in numbers.items()
+                    if not math.isfinite(value)
+                ]
+                if not wrong and saves and not self._has_finite_weights():
+                    wrong.append("its weights are not finite")
+                if wrong:
                     self.checkpoints.wait()
-                    raise TrainingError(self._not_finite(done, result.loss))
+                    raise TrainingError(self._not_finite(done, wrong[0]))
                 if result.save_ended:  # a disk that was full is known now, not at the next save
                     self._pending = None
                     self.checkpoints.wait()
-                regular = config.save_every and done % config.save_every == 0
-                if regular or is_last:
+                if saves:
                     saving = self.checkpoints.save(done)
                     self._pending = saving if isinstance(saving, fullshard.PendingSave) else None
                 if result.stop:
@@ -139,8 +152,19 @@ class Trainer:
         self.checkpoints.close()  # waits for the last one
         return done
 
-    def _not_finite(self, step: int, loss: float) -> str:
-        """Say what to do after a step whose loss is not finite. Such a state is never saved."""
+    @torch.no_grad()
+    def _has_finite_weights(self) -> bool:
+        """Return whether all weights of all ranks are finite; collective. A step may be too large for their dtype."""
+        parts = [p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters()]
+        own = [part for part in parts if part.numel()]
+        largest = [norm.float() for norm in torch._foreach_norm(own, math.inf)] if own else []
+        sound = torch.stack([*largest, torch.zeros((), device=self.device)]).isfinite().all()
+        num_sound = sound.long()
+        dist.all_reduce(num_sound)
+        return num_sound.item() == self.config.ranks
+
+    def _not_finite(self, step: int, wrong: str) -> str:
+        """Say what to do after a step that left something that is not finite. Such a state is never saved."""
         config, run = self.config, shlex.quote(str(self.folder.path))
         changed = f"{program()} train --config {run} --out {run}-again --lr {config.lr / 3:.1g}"
         checkpoint = fullshard.latest_checkpoint(self.folder.checkpoints)
@@ -148,9 +172,12 @@ class Trainer:
             kept = "No checkpoint had been saved."
         else:
             changed += f" --init-from {shlex.quote(str(checkpoint.path))}"
-            kept = f"That begins with the last checkpoint, of step {checkpoint.step}."
+            kept = (
+                f"That begins with the last checkpoint, of step {checkpoint.step}; if its loss is not finite either, "
+                "leave --init-from out."
+            )
         return (
-            f"step {step}: the loss is {loss}. Lower --lr (now {config.lr}), or raise --warmup (now "
+            f"step {step}: {wrong}. Lower --lr (now {config.lr}), or raise --warmup (now "
             f"{config.warmup}), for example: {changed}\n{kept}"
         )
 
@@ -270,14 +297,18 @@ class Trainer:
             seed=self.config.seed,
             agree=self._agree,
         ):
-            if token.item() < 0 or token.item() == self.text.end_token:
+            if token.item() == NO_TOKEN and not self.stop.asked:
+                self.report.note(
+                    "the sample ends where what the model computes is not finite: lower --lr"
+                )
+            if token.item() in (NO_TOKEN, self.text.end_token):
                 return
             yield int(token.item())
 
     def _agree(self, choice: Tensor) -> Tensor:
-        """Take rank 0's token; -1 says that rank 0 was asked to stop."""
+        """Take rank 0's token, which is none if it was asked to stop."""
         if self.stop.asked:
-            choice = torch.full_like(choice, -1)
+            choice = torch.full_like(choice, NO_TOKEN)
         dist.broadcast(choice, src=0)
         return choice
 
