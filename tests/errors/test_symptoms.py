@@ -634,7 +634,7 @@ def test_a_parameter_added_after_sharding_is_named(api: Api, face: str) -> None:
 def test_generation_on_one_rank_is_named_on_both(path: str) -> None:
     for ending in endings_of(Plan("generate", path)):
         assert "DivergenceError" in ending.kinds, ending.words
-        assert "rank 0 ran nothing more; rank 1 ran root (evaluation)" in ending.text
+        assert "rank 0 ran nothing more; rank 1 called root (evaluation)" in ending.text
 
 
 def test_a_collective_on_one_rank_is_named_on_both_with_its_line() -> None:
@@ -761,7 +761,7 @@ def test_a_trace_says_where_the_time_of_each_unit_goes(api: Api, tmp_path: Path)
     assert units.keys() == {"blocks.0", "blocks.1", "(root)"}
     assert units["blocks.1"]["gather_ns"] > 0  # for which compute stands still
     shares = {each["kind"]: each["share"] for each in metrics["time"]["kinds"]}
-    assert {"wait for all-gather", "fence", "optimizer", "other"} <= shares.keys()
+    assert {"wait for all-gather", "barrier", "optimizer", "other"} <= shares.keys()
     assert sum(shares.values()) == pytest.approx(1)
     assert [each["rank"] for each in metrics["stalls"]["ranks"]] == [0, 1]
 

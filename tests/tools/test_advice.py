@@ -124,7 +124,7 @@ PROVOKED = {
     ),
     "accumulate": ("reduced 4 times a step", "24 %", run(pair(reduce=60, num_reduces=4))),
     "reshard": ("reshard_after_forward=False", "14 %", run(pair(gather=100))),
-    "fences": ("in turn", "23 %", run(pair(fence=300), config=CONFIG)),
+    "barriers": ("in turn", "23 %", run(pair(fence=300), config=CONFIG)),
     "small units": ("no more than 1.00 KiB", "16 %", run(pair(reduce=200, nbytes=2**10))),
     "hybrid": (
         "mesh",
@@ -132,7 +132,7 @@ PROVOKED = {
         run([trace(rank, gather=100, clock=Clock(0, 5, str(rank))) for rank in range(2)]),
     ),
     "late": (
-        "Rank 1 arrives late: the other rank waits 190 ms a step for it, most at the fence before backward",
+        "Rank 1 arrives late: the other rank waits 190 ms a step for it, most at the barrier before backward",
         "15 %",
         run([trace(0, fence=200), trace(1, forward=590)]),
     ),
@@ -205,7 +205,7 @@ def test_what_gains_most_comes_first_and_what_is_wrong_before_all() -> None:
 def test_the_late_rank_is_found_with_its_unit_and_who_waits() -> None:
     ranks = [trace(0, fence=200), trace(1, forward=590), trace(2, fence=200)]
     (fence,) = waits(ranks)
-    assert (fence.name, fence.last, fence.late_ns) == ("fence before backward", 1, 190 * MS)
+    assert (fence.name, fence.last, fence.late_ns) == ("barrier before backward", 1, 190 * MS)
     assert fence.waits_ns == (190 * MS, 0, 190 * MS)
     found = straggler(ranks)
     assert found is not None

@@ -401,7 +401,7 @@ def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
     assert rows["exposed_share"]["values"][0] is None  # was not traced
     assert (rows["tokens_per_second"]["better"], rows["loss"]["better"]) == ("higher", "lower")
     parts = {row["name"]: row["values"] for row in compare([second, second])["parts"]}
-    assert parts["time of fence"] == [100, 100]
+    assert parts["time of barrier"] == [100, 100]
     assert parts["memory of saved"] == [30, 30]
     assert found["options"] == [("lr", ["0.002", "0.0001"])]
     out = tmp_path / "pages" / "both.html"

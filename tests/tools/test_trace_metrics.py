@@ -240,6 +240,8 @@ def test_a_trace_survives_its_file(tmp_path: Path) -> None:
     path = trace.write(tmp_path)
     assert path.name == "rank00003.json"
     assert read_trace(path) == trace
+    path.write_text(path.read_text().replace('"barrier"', '"fence"'))  # its older name
+    assert read_trace(path) == trace
 
 
 @pytest.mark.parametrize(

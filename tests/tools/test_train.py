@@ -465,7 +465,11 @@ def test_a_save_that_fails_in_the_background_ends_the_run_before_the_next(tmp_pa
     [
         ("loss is nan", 0, "--lr 1e38 --warmup 0 --clip 0"),
         ("norm is nan", 1, "--lr 1e6 --warmup 4 --save-every 1"),
-        ("loss of held-out text is nan", 0, "--lr 1e38 --warmup 0 --val-data val.txt --val-every 1"),
+        (
+            "loss of held-out text is nan",
+            0,
+            "--lr 1e38 --warmup 0 --val-data val.txt --val-every 1",
+        ),
         ("weights are not finite", 0, "--lr 1e39 --warmup 0 --clip 0 --save-every 1"),
     ],
 )

@@ -46,7 +46,7 @@ _LABELS = {
     Kind.WAIT_ALL_GATHER: "FSDP::all_gather_wait",
     Kind.REDUCE_SCATTER: "FSDP::reduce_scatter",
     Kind.WAIT_REDUCE_SCATTER: "FSDP::reduce_scatter_wait",
-    Kind.FENCE: "FSDP::fence",
+    Kind.FENCE: "FSDP::barrier",
     Kind.OPTIMIZER: "FSDP::optimizer",
 }
 

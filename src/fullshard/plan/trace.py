@@ -39,7 +39,7 @@ class Kind(enum.Enum):
     WAIT_ALL_GATHER = "wait for all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     WAIT_REDUCE_SCATTER = "wait for reduce-scatter"
-    FENCE = "fence"
+    FENCE = "barrier"
     OTHER = "other"
 
     @property
@@ -243,7 +243,9 @@ def read_trace(path: Path) -> RankTrace:
         raise refuse(f"its schema is {fields.get('schema')!r:.60}, not {SCHEMA!r}")
     found = as_typed(fields, _File, refuse)
     try:
-        kinds = [Kind(name) for name in found["kinds"]]
+        kinds = [
+            Kind("barrier" if name == "fence" else name) for name in found["kinds"]
+        ]  # its older name
         return RankTrace(
             **{name: found[name] for name in _PLAIN if name in found},
             clock=found["clock"],

@@ -149,9 +149,9 @@ def _exposed(run: RunRecord) -> Iterator[Advice]:
     sizes = [unit.unsharded_nbytes for unit in run.traces[0].units]
     fences = sum(share.ns for share in shares(run.traces) if share.kind is Kind.FENCE)
     if not beside and fences > exposed / 2:
-        rule, free = "fences", fences
+        rule, free = "barriers", fences
         todo = (
-            "In most of it ranks wait for each other in turn, at fences: see whether other programs share their "
+            "In most of it ranks wait for each other in turn, at barriers: see whether other programs share their "
             "processors, and whether sequences differ in length"
         )
     elif run.config is not None:

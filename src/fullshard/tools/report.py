@@ -322,7 +322,7 @@ def _sentences(run: RunRecord, data: dict[str, Any]) -> dict[str, str]:
         return said
     units = trace["units"]
     total = sum(unit["exposed_ns"] for unit in units)
-    fence = f"Another {nanoseconds(trace['fence_ns'])} a step go to waiting for other ranks at fences, which belong to no unit."
+    fence = f"Another {nanoseconds(trace['fence_ns'])} a step go to waiting for other ranks at barriers, which belong to no unit."
     if total:
         first = units[0]
         said["units_lead"] = (

@@ -81,7 +81,7 @@ def step_ns(traces: Sequence[RankTrace]) -> float:
 
 HOW["exposed"] = (
     "Time of a step in which compute stands still for communication: starting or waiting for an "
-    "all-gather or a reduce-scatter, and waiting for other ranks at a fence. On the CPU, ranks of one "
+    "all-gather or a reduce-scatter, and waiting for other ranks at a barrier. On the CPU, ranks of one "
     "host copy and sum themselves, so that work counts as well. Mean over recorded steps and ranks."
 )
 

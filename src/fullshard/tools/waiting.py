@@ -1,6 +1,6 @@
 """Who waits for whom: from the traces of several ranks, at each place where they meet.
 
-Ranks meet in a unit's collectives and at fences. Each time, one arrives last; until then the others may
+Ranks meet in a unit's collectives and at barriers. Each time, one arrives last; until then the others may
 compute, or stand still, which is what counts here:
 
     rank 0   backward | wait for reduce-scatter ......|       waits from its arrival until rank 1's
@@ -30,14 +30,14 @@ _OWN_WORK = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.OTHER)
 _start = operator.attrgetter("start")
 
 HOW["waits"] = (
-    "Each time that ranks meet, in a unit's all-gather or reduce-scatter or at a fence, one of them begins it last. "
+    "Each time that ranks meet, in a unit's all-gather or reduce-scatter or at a barrier, one of them begins it last. "
     "What counts is how long others stand still in it before that moment; computing meanwhile does not count, nor "
     "does what is less than the clocks' error. Sums of a step, mean over recorded steps."
 )
 
 
 class Wait(NamedTuple):
-    """A unit, or a fence, at which ranks wait for each other; in nanoseconds a step.
+    """A unit, or a barrier, at which ranks wait for each other; in nanoseconds a step.
 
     last: the rank for which the others wait most here. waits_ns: of each rank for that one, in the order of
     traces. late_ns: their mean, over the others.
@@ -68,7 +68,7 @@ class Straggler(NamedTuple):
     @property
     def where(self) -> str:
         """Where they wait most, in a sentence."""
-        return f"the {self.place}" if self.place.startswith("fence") else _unit(self.place)
+        return f"the {self.place}" if self.place.startswith("barrier") else _unit(self.place)
 
     @property
     def why(self) -> str:
@@ -247,7 +247,7 @@ def _fences(timeline: Sequence[Segment]) -> Iterator[tuple[Segment, str]]:
     found = []
     for segment in reversed(timeline):
         if segment.kind is Kind.FENCE:
-            found.append((segment, f"fence before {behind}"))
+            found.append((segment, f"barrier before {behind}"))
         elif segment.kind in _OWN_WORK and segment.kind is not Kind.OTHER:
             behind = segment.kind.value
     return reversed(found)

@@ -109,14 +109,14 @@ if (data.series) {
   const each = (values, label = "each step") => ({ label, values, stroke: "--forward", width: 1 });
   const mean = (values) => ({ label: "running mean", values, stroke: "--backward", width: 2.4 });
   const shared = { band: traced, marks: [
-    ...bad.map(([step, what]) => [step, `not finite: ${what}`, "--fence"]),
+    ...bad.map(([step, what]) => [step, `not finite: ${what}`, "--barrier"]),
     ...resumes.map(({ step, changed }) => [step + 0.5, `resumed${changed ? `: ${changed}` : ""}`, "--ink", true]),
   ] };
   const held = new Map(val);
   drawLines("loss", steps, [
     each(loss), mean(lossMean),
     ...(val.length ? [{ label: "held out", values: steps.map((step) => held.get(step)), stroke: "--optimizer", points: true }] : []),
-    ...(entropy ? [level(`unigram entropy ${entropy.toFixed(2)}`, entropy, "--fence")] : []),
+    ...(entropy ? [level(`unigram entropy ${entropy.toFixed(2)}`, entropy, "--barrier")] : []),
   ], { ...shared, write: (value) => value.toFixed(4), fromZero: false });
   const sorted = (speed.length > 1 ? speed.slice(1) : [...speed]).sort((a, b) => a - b);
   const middle = sorted.length >> 1;
