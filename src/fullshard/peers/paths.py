@@ -170,7 +170,7 @@ def counting(text: str) -> str:
     if not re.search(r"\bstep \d", text):
         return text
     separator = "\n" if "\n" in text else " "  # a stack's last line has no more to it
-    return f"{text}{separator}Steps count from 1."
+    return f"{text}{separator}Steps count from 1; a micro-batch is one."
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
