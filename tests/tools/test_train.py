@@ -89,6 +89,14 @@ def test_progress_goes_to_standard_error_alone(straight: Straight) -> None:
     assert straight.second.out + straight.second.err == "", "only rank 0 reports"
 
 
+def test_what_a_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
+    ascii_only = "import sys\nsys.stdout.reconfigure(encoding='ascii', errors='strict')"
+    more = ("--steps", "1", "--prompt", "caf\u00e9", "--sample-length", "1", "--out", tmp_path)
+    (run,) = fullshard_on_ranks(1, "train", *TINY, *PAGES, *more, before=ascii_only)
+    assert run.code == 0, run.err
+    assert "caf\\xe9" in run.out
+
+
 def _checkpoints(folder: Path) -> list[str]:
     """List the checkpoints of a run; the newest is the one that `latest` names."""
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())

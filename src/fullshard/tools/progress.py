@@ -125,7 +125,7 @@ class Live(Reporter):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._display: LiveDisplay | None = None
-        self._spinner = Spinner("dots")
+        self._spinner = Spinner("dots" if console.encoding.startswith("utf") else "line")
         self._now = ""
         self._pace: _Pace | None = None
         self._figures: dict[str, str] = {}
