@@ -343,9 +343,9 @@ _MOST_LINES = {
     "peers": 3276,
     "plan": 1540,
     "state": 3270,
-    "tools": 15957,
+    "tools": 16060,
     "top": 2036,
-    "watch": 1460,
+    "watch": 1465,
 }
 
 
