@@ -19,6 +19,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from fullshard.json_files import json_text
 from fullshard.tools.advice import stalled, verdict
 from fullshard.tools.config import OptionError
+from fullshard.tools.doctor.findings import counted
 from fullshard.tools.perfetto import chrome_trace
 from fullshard.tools.report_data import (
     Figure,
@@ -31,7 +32,7 @@ from fullshard.tools.report_data import (
     summary_data,
 )
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.run_record import RunRecord, nanoseconds, nbytes, read_run
+from fullshard.tools.run_record import RunRecord, nanoseconds, nbytes, read_run, runs_in
 from fullshard.tools.trace_metrics import HOW
 
 FOLLOW_S = 5  # between two pages of a run that goes on
@@ -89,9 +90,10 @@ def follow(path: Path, out: Path | None) -> Written:
     Says on standard error where it is. Raises OptionError if no run has begun in this folder.
     """
     folder = RunFolder(path)
+    folder.check_there()
     if not folder.config_file.exists():
         raise OptionError(
-            f"{path}: no run of `fullshard train` has begun here, so there is none to follow."
+            f"{path}: no run of `fullshard train` has begun here, so there is none to follow.{runs_in(path)}"
         )
     if (summary := folder.read_summary()) is not None:
         print(
@@ -326,7 +328,7 @@ def _sentences(run: RunRecord, data: dict[str, Any]) -> dict[str, str]:
     if total:
         first = units[0]
         said["units_lead"] = (
-            f"{first['name']} is the most exposed of {len(units)} units: "
+            f"{first['name']} is the most exposed of {counted(len(units), 'unit')}: "
             f"{nanoseconds(first['exposed_ns'])} of {nanoseconds(total)} a step. {fence}"
         )
     else:
