@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import fullshard
 from fullshard.tools import cli
 from tests.fresh import Ended, fullshard_on_ranks, in_warm_forks
 from tests.tools.processes import (
@@ -95,6 +96,15 @@ def test_what_a_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
     (run,) = fullshard_on_ranks(1, "train", *TINY, *PAGES, *more, before=ascii_only)
     assert run.code == 0, run.err
     assert "caf\\xe9" in run.out
+
+
+def test_runs_of_one_seed_save_the_same(tmp_path: Path) -> None:
+    for number in (1, 2):
+        before = f"import random, numpy\nrandom.seed({number})\nnumpy.random.seed({number})"
+        more = ("--steps", "1", "--out", tmp_path / str(number))
+        (run,) = fullshard_on_ranks(1, "train", *TINY, *PAGES, *more, before=before)
+        assert run.code == 0, run.err
+    assert not fullshard.diff_checkpoints(*(tmp_path / name / "checkpoints" for name in "12"))
 
 
 def _checkpoints(folder: Path) -> list[str]:
