@@ -197,7 +197,7 @@ def test_a_run_without_a_trace_says_how_to_record_one(tmp_path: Path) -> None:
     assert written.trace is None
     assert "No trace was recorded" in page.headings
     assert "--trace-steps" in page.text
-    assert {"Loss", "Tokens per second"} <= set(page.headings)
+    assert {"Loss", "Bytes per second"} <= set(page.headings)
     assert "Timeline" not in page.headings
     assert figures(tmp_path / "run")["step_seconds"] == 10.24
 
@@ -206,7 +206,7 @@ def test_traces_alone_make_a_page(tmp_path: Path) -> None:
     hand_made(0).write(tmp_path)
     page = Page(write_report(tmp_path).page.read_text())
     assert "Timeline" in page.headings
-    assert "Tokens per second" not in page.headings
+    assert "Bytes per second" not in page.headings
     assert "1 of 2 ranks left no trace" in page.text
 
 
@@ -427,6 +427,7 @@ def test_losses_for_bytes_and_for_tokens_are_not_compared(tmp_path: Path) -> Non
     assert found["note"] == "Losses are in nats/byte and nats/token, which do not compare."
     page = write_comparison([first, second], tmp_path / "both.html").read_text()
     assert found["note"] in page
+    assert "Bytes or tokens per second" in Page(page).headings
     assert compare([first, first])["note"] == ""
     rows = {row["name"]: row for row in found["rows"]}
     loss = f"{rows['loss']['values'][0]:.3f}"

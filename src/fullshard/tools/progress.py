@@ -117,8 +117,8 @@ class Live(Reporter):
 
     At 80 columns, and at 60:
 
-        ⠋ ━━━━━━━━╸━━━━━━  step  60/350  0:24 left  loss 2.577  tok/s 12,018
-        ⠋ step  60/350  0:24 left  loss 2.577  tok/s 12,018
+        ⠋ ━━━━━━━━╸━━━━━━  step  60/350  0:24 left  loss 2.577  bytes/s 12,018
+        ⠋ step  60/350  0:24 left  loss 2.577  bytes/s 12,018
 
     What does not fit is left out: figures after the third, then the bar, then other figures, the last one first. A
     figure keeps the width of its longest value, so that nothing moves from step to step.
@@ -266,7 +266,7 @@ class Copying:
 
 
 class Speed:
-    """Tokens per second over the last steps, up to 20: a single step's jumps too much to be read."""
+    """Tokens, or bytes, per second over the last steps, up to 20: a single step's jumps too much to be read."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, float]] = deque(maxlen=SPEED_STEPS)

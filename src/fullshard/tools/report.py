@@ -219,15 +219,17 @@ def compare(paths: Sequence[Path]) -> dict[str, Any]:
     names = _names(runs, paths)
     found = [{figure.name: figure for figure in figures(run)} for run in runs]
     units = {figure.unit for each in found if (figure := each.get("loss"))}
+    drawn = [series(run) for run in runs]
     return {
         "name": " and ".join(names),
         "note": f"Losses are in {' and '.join(sorted(units))}, which do not compare."
         if len(units) > 1
         else "",
         "runs": [
-            {"name": name, "path": str(path), "series": series(run)}
-            for name, path, run in zip(names, paths, runs, strict=True)
+            {"name": name, "path": str(path), "series": each}
+            for name, path, each in zip(names, paths, drawn, strict=True)
         ],
+        "units": sorted({f"{each['unit']}s" for each in drawn if each}),
         "rows": _side_by_side(found),
         "parts": _side_by_side([{part.name: part for part in parts(run)} for run in runs]),
         "options": _differing([dict(options(run)) for run in runs]),

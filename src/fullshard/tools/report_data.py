@@ -383,6 +383,7 @@ def series(run: RunRecord) -> dict[str, Any] | None:
         tokens = [entry["tokens_per_second"] * entry["seconds"] for entry in run.metrics]
         tokens = list(itertools.accumulate(tokens))
     return {
+        "unit": _unit(run),
         "steps": done,
         "tokens": tokens,
         "elapsed": list(itertools.accumulate(seconds)),

@@ -241,7 +241,7 @@ class Trainer:
         self.loggers.log(done, values)
         figures = {
             "loss": f"{result.loss:.3f}",
-            "tok/s": f"{self._speed.after(num_tokens, seconds):,.0f}",
+            f"{self.config.unit}s/s": f"{self._speed.after(num_tokens, seconds):,.0f}",
             "val": f"{self.val_loss:.3f}" if self.val_loss is not None else "",
             "epoch": f"{epoch:.2f}" if epoch is not None else "",
             "peak": f"{memory / 2**30:.2f} GiB",
