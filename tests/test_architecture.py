@@ -343,7 +343,7 @@ _MOST_LINES = {
     "peers": 3276,
     "plan": 1540,
     "state": 3270,
-    "tools": 16060,
+    "tools": 16073,
     "top": 2036,
     "watch": 1465,
 }

@@ -249,27 +249,28 @@ def _values(options: CompareOptions, comparison: Comparison) -> Values:
     """Compare losses and gradients of the steps that both have taken."""
     torch, ours = comparison.alone, merged(list(comparison.ranks.values()))
     steps = min(len(torch.bits), len(ours.bits))
-    losses = [loss for loss in comparison.losses if loss.step < steps]
+    losses = [loss for loss in comparison.losses if loss.step <= steps]
     gradients = [each for each in comparison.differing if each.kind == "final-gradient"]
     uncompared = {each.name for each in gradients if each.worst == math.inf}
     differing = [(loss.step, loss.rank, "") for loss in losses if loss.differs]
-    for step, (theirs, its) in enumerate(zip(torch.bits, ours.bits, strict=False)):
+    for step, (theirs, its) in enumerate(zip(torch.bits, ours.bits, strict=False), start=1):
         uncompared |= theirs.keys() ^ its.keys()
         for label in (each for each in theirs if each not in uncompared):
             if theirs[label] != its[label]:
                 of_rank, _, name = label.partition("/")
                 differing.append((step, int(of_rank), name))
-    amounts = {0: 0.0, 1: 0.0}  # of the first step, and of later ones
+    amounts = {True: 0.0, False: 0.0}  # of the first step, and of later ones
     for each in gradients:
         if each.name not in uncompared:
             relative = math.inf if math.isnan(each.worst) else each.relative
-            amounts[min(each.step, 1)] = max(amounts[min(each.step, 1)], relative)
+            is_first = each.step == 1
+            amounts[is_first] = max(amounts[is_first], relative)
     loss = max((_relative(loss.alone, loss.sharded) for loss in losses), default=0.0)
     rtol = options.tolerance({o.dtype for part in torch.parts for o in part.outputs}).rtol
     first = ""
     if differing:  # in a step losses come before gradients, which are in the order of parameters
         step, rank, name = min(differing, key=lambda each: (each[0], bool(each[2])))
-        first = f"{f'gradient of {name}' if name else 'loss'}: step {step + 1}, rank {rank}"
+        first = f"{f'gradient of {name}' if name else 'loss'}: step {step}, rank {rank}"
     return Values(
         steps,
         num_gradients=len({label.partition("/")[2] for step in torch.bits for label in step}),
@@ -278,7 +279,7 @@ def _values(options: CompareOptions, comparison: Comparison) -> Values:
         first=first,
         loss=loss,
         gradient=max(amounts.values()),
-        is_rounding=loss <= rtol and amounts[0] <= rtol,
+        is_rounding=loss <= rtol and amounts[True] <= rtol,
         uncompared=sorted(uncompared),
         losses={
             "torch": [loss.alone for loss in losses if not loss.rank],
