@@ -340,12 +340,12 @@ _MOST_LINES = {
     "migrate": 920,
     "models": 1130,
     "optim": 830,
-    "peers": 3260,
+    "peers": 3276,
     "plan": 1540,
     "state": 3270,
-    "tools": 15957,
-    "top": 2020,
-    "watch": 1460,
+    "tools": 16073,
+    "top": 2036,
+    "watch": 1465,
 }
 
 

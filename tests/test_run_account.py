@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 import fullshard
+from fullshard import local_ranks
 from fullshard.drop_in.account import summary
 from fullshard.drop_in.on_cpu import is_sharding_on_cpus, shard_on_cpus
 from fullshard.errors import StateError
 from fullshard.plan.trace import Kind, read_traces
-from fullshard.tools.run_cli import _WITH_VALUE
+from fullshard.policies import CommChoice
+from fullshard.tools.run_cli import _LAUNCHER_PID, _WAYS, _WITH_VALUE
 from fullshard.tools.typed_program import split_program
 from tests.fresh import (
     FORKED_RANKS,
@@ -442,6 +444,11 @@ def test_accelerate_s_plugin_builds_on_cpus_what_one_rank_sends() -> None:
 )
 def test_what_follows_the_program_is_the_program_s(line: str, words: str, arguments: str) -> None:
     assert split_program(line.split(), _WITH_VALUE) == (words.split(), arguments.split())
+
+
+def test_what_modules_that_import_torch_say_is_said_alike_without_it() -> None:
+    assert [*_WAYS] == [choice.value for choice in CommChoice]
+    assert _LAUNCHER_PID == local_ranks.LAUNCHER_PID
 
 
 def test_a_script_has_its_own_path_and_arguments(tmp_path: Path) -> None:

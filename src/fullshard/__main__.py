@@ -1,5 +1,6 @@
 """`python -m fullshard` and the `fullshard` console script."""
 
+import io
 import sys
 from importlib.util import find_spec
 
@@ -7,6 +8,10 @@ from fullshard.versions import install_hint, installed
 
 _EXTRA = ("jinja2", "numpy", "psutil", "rich", "typer")
 """What the extra `train` installs (pyproject.toml); the library itself needs torch alone."""
+_RAISING = (
+    "strict",
+    "surrogateescape",
+)  # what Python chooses, by locale; PYTHONIOENCODING=ascii:replace stays
 
 
 def main() -> None:
@@ -16,6 +21,7 @@ def main() -> None:
 
         run_script("fullshard run", sys.argv[2:])
         return
+    _show_what_the_terminal_can()
     missing = [name for name in _EXTRA if find_spec(name) is None]
     if missing and sys.argv[1:] == ["--version"]:
         print(installed())
@@ -34,6 +40,12 @@ def main() -> None:
     except KeyboardInterrupt:
         print("fullshard: stopped before anything had begun.", file=sys.stderr)
         sys.exit(130)
+
+
+def _show_what_the_terminal_can() -> None:
+    """Have standard output escape what its encoding lacks, as standard error does by itself."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in _RAISING:
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,13 @@ def test_description_names_every_unit_and_the_comm_path(api: Api) -> None:
             assert fact in dtypes
 
 
+@on_ranks(1)
+def test_one_unit_is_called_one(api: Api) -> None:
+    model = mlp()
+    api.fully_shard(model)
+    assert str(api.describe(model)).startswith("1 unit, ")
+
+
 @on_ranks(2)
 def test_description_is_the_same_before_and_after_a_step(api: Api) -> None:
     model = mlp()

@@ -86,6 +86,13 @@ def test_what_cannot_be_printed_is_refused(options: list[str], said: str) -> Non
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("words", [[], ["slurm", "train.py"], ["--print"]])
+def test_who_does_not_say_what_to_print_hears_what_there_is(words: list[str]) -> None:
+    result = CliRunner().invoke(cli.app, ["launch", *words], env={"COLUMNS": "200"})
+    assert result.exit_code == Exit.USAGE
+    assert "torchrun, slurm, k8s, ray, sky" in result.output
+
+
 def test_every_problem_is_said_at_once() -> None:
     with pytest.raises(OptionError) as caught:
         Request("slurm", PROGRAM, nodes=0, image="x", name="A")

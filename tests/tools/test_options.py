@@ -63,7 +63,8 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         (["--seed", "-1"], "--seed -1: must be from 0"),
         (["--data", "missing/folder"], "--data missing/folder: no such file or folder"),
         (["--data", "text", "--seq", "950"], "one sequence needs 951"),
-        (["--resume", "nowhere"], "--resume nowhere: holds no run"),
+        (["--resume", "nowhere"], "--resume nowhere: there is no such folder"),
+        (["--resume", "text"], "--resume text: is a file"),
         (["--out", "text"], "--out text: is a file"),
         (["--resume", "a", "--out", "b"], "a resumed run stays in its folder"),
         (["--no-such-option"], "--no-such-option"),
@@ -272,8 +273,12 @@ class TestResume:
             resumed_job(folder.path, {})
 
     def test_a_run_without_steps_left_is_refused(self, folder: RunFolder) -> None:
-        with pytest.raises(OptionError, match="nothing is left to do"):
-            resumed_job(folder.path, {"steps": 20})
+        for steps in (20, 10):
+            said = (
+                f"has 20 steps .* asked for {steps}, so nothing is left to do. Ask for more than 20"
+            )
+            with pytest.raises(OptionError, match=said):
+                resumed_job(folder.path, {"steps": steps})
 
     def test_a_damaged_configuration_is_named(self, folder: RunFolder) -> None:
         folder.config_file.write_text("{")

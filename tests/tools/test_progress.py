@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from fullshard.tools import progress
-from fullshard.tools.progress import SPEED_STEPS, Plain, Speed, printable
+from fullshard.tools.progress import SPEED_STEPS, Plain, Speed, printable, say
 from fullshard.tools.worker import _show, _show_end
 
 
@@ -32,6 +32,31 @@ def test_control_characters_are_shown_and_not_obeyed() -> None:
     assert printable("\u202ereversed") == "\\u202ereversed"
     every = printable("".join(map(chr, range(0x300))))
     assert {c for c in every if unicodedata.category(c) == "Cc"} == {"\n", "\t"}
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("width", [40, 60, 120])
+def test_what_ranks_say_is_broken_at_spaces_and_commands_are_whole(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = "bin/fullshard train --resume 'runs/a  b'"
+    text = f"fullshard: rank 0: before the reduce-scatter of layers.1 it\n\n{'word ' * 30}continue with: {typed}"
+    monkeypatch.setenv("COLUMNS", str(width))
+    for stream in (_Terminal(), io.StringIO()):
+        monkeypatch.setattr("sys.stderr", stream)
+        say(text)
+        if not stream.isatty():
+            assert stream.getvalue() == f"{text}\n"
+            continue
+        lines = stream.getvalue().removeprefix("\r\x1b[2K").splitlines()
+        assert " ".join(lines).split() == text.split()
+        assert all(len(line) <= width for line in lines)
+        assert sum("reduce-scatter" in line for line in lines) == 1
+        assert lines[-1].endswith(typed)
 
 
 def _summary(folder: Path, **facts: object) -> dict[str, object]:

@@ -7,7 +7,9 @@ import html
 import html.parser
 import json
 import math
+import os
 import re
+import shlex
 from pathlib import Path
 from typing import Any, cast
 
@@ -195,7 +197,7 @@ def test_a_run_without_a_trace_says_how_to_record_one(tmp_path: Path) -> None:
     assert written.trace is None
     assert "No trace was recorded" in page.headings
     assert "--trace-steps" in page.text
-    assert {"Loss", "Tokens per second"} <= set(page.headings)
+    assert {"Loss", "Bytes per second"} <= set(page.headings)
     assert "Timeline" not in page.headings
     assert figures(tmp_path / "run")["step_seconds"] == 10.24
 
@@ -204,7 +206,7 @@ def test_traces_alone_make_a_page(tmp_path: Path) -> None:
     hand_made(0).write(tmp_path)
     page = Page(write_report(tmp_path).page.read_text())
     assert "Timeline" in page.headings
-    assert "Tokens per second" not in page.headings
+    assert "Bytes per second" not in page.headings
     assert "1 of 2 ranks left no trace" in page.text
 
 
@@ -297,12 +299,14 @@ def test_the_command_writes_prints_and_refuses(tmp_path: Path) -> None:
     printed = json.loads(call(run, "--json").output)
     assert printed["figures"]["tokens_per_second"]["value"] == 100
     for folder, said in (
-        (tmp_path / "nothing", "nothing to report"),
-        (tmp_path, "nothing to report"),
+        (tmp_path / "nothing", "there is no such folder"),
+        (run / "report.html", "is a file"),
+        (tmp_path / "elsewhere", "there is no"),
     ):
-        refused = call(folder)
-        assert refused.exit_code == Exit.USAGE
-        assert said in refused.output
+        for more in ((), ("--follow",)):
+            refused = call(folder, *more)
+            assert refused.exit_code == Exit.USAGE
+            assert said in refused.output
     (run / "trace" / "rank00001.json").write_text("{")
     broken = call(run)
     assert broken.exit_code == Exit.USAGE
@@ -423,6 +427,7 @@ def test_losses_for_bytes_and_for_tokens_are_not_compared(tmp_path: Path) -> Non
     assert found["note"] == "Losses are in nats/byte and nats/token, which do not compare."
     page = write_comparison([first, second], tmp_path / "both.html").read_text()
     assert found["note"] in page
+    assert "Bytes or tokens per second" in Page(page).headings
     assert compare([first, first])["note"] == ""
     rows = {row["name"]: row for row in found["rows"]}
     loss = f"{rows['loss']['values'][0]:.3f}"
@@ -430,6 +435,18 @@ def test_losses_for_bytes_and_for_tokens_are_not_compared(tmp_path: Path) -> Non
     assert rows["loss"]["ratios"] == [1, None]
     assert rows["tokens_per_second"]["ratios"] == [1, None]
     assert rows["step_seconds"]["ratios"] == [1, 1]
+
+
+def test_the_folder_above_runs_names_the_newest(tmp_path: Path) -> None:
+    for age, name in enumerate(("new", "a b", "old", "oldest")):
+        run = RunFolder(make_run(tmp_path / name))
+        os.utime(run.metrics_file, (1e9 - age, 1e9 - age))
+    (tmp_path / "no-run").mkdir()
+    for more in ((), ("--follow",)):
+        done = CliRunner().invoke(cli.app, ["report", str(tmp_path), *more])
+        assert done.exit_code == Exit.USAGE
+        typed = re.findall(r"fullshard report (\S*/.*|'.*')$", done.output, re.M)
+        assert typed == [shlex.quote(str(tmp_path / name)) for name in ("new", "a b", "old")]
 
 
 def test_the_command_compares_several_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

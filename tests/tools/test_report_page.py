@@ -87,9 +87,13 @@ def test_the_rank_that_comes_last_is_marked_among_those_that_wait(tmp_path: Path
     units = [{"name": "layer", "last": 1, "late_ns": 150.0, "waits_ns": [100.0, 0.0, 200.0]}]
     data["trace"]["waits"] = {"lead": "Rank 1 is late.", "ranks": [0, 1, 2], "units": units}
     row = render("report.html", data, **SENTENCES).partition('<th title="layer"')[2]
-    cells = re.findall(r"<td (.*?)>(.*?)</td>", row)[:3]
-    assert [text for _, text in cells] == ["0.10 µs", "late by 0.15 µs", "0.20 µs"]
-    assert [look for look, _ in cells] == [
+    # A narrow window has no heads of columns: there each cell says of which rank it is.
+    cells = re.findall(r'<td (.*?)><span class="of">(.*?)</span>(.*?)</td>', row)[:3]
+    assert [rank for _, rank, _ in cells] == ["rank 0", "rank 1", "rank 2"]
+    assert [text for _, _, text in cells] == ["0.10 µs", "late by 0.15 µs", "0.20 µs"]
+    narrow = STYLE.partition("@media (max-width: 640px) {")[2]
+    assert ".heat thead { display: none; }" in narrow
+    assert [look for look, _, _ in cells] == [
         'style="--heat: 25%"',
         'class="late"',
         'style="--heat: 50%"',

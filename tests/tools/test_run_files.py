@@ -222,7 +222,7 @@ reporter.begin(total=350, done=0)
 for loss in ("10.125", "9.875"):
     for validation in ({}, {"val": "2.612"}):
         more = {**validation, "epoch": "1.25", "peak": "0.39 GiB"}
-        figures = {"loss": loss, "tok/s": "12,018", **more}
+        figures = {"loss": loss, "bytes/s": "12,018", **more}
         reporter.step(7, figures)
         for columns in (60, 80, 120):
             fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
@@ -258,8 +258,10 @@ def test_the_line_of_a_terminal_fits_while_it_is_resized() -> None:
         fitting = {each for each in lines if columns - 20 < len(each) <= columns - len("^C") - 1}
         assert len(fitting) >= 2, columns
         for line in fitting:
-            assert re.search(r"step   7/350  0:0\d left  loss ( 9.875|10.125)  tok/s 12,018", line)
-            assert len(re.findall("loss|tok/s|val|epoch|peak", line)) in num_figures, line
+            assert re.search(
+                r"step   7/350  0:0\d left  loss ( 9.875|10.125)  bytes/s 12,018", line
+            )
+            assert len(re.findall("loss|bytes/s|val|epoch|peak", line)) in num_figures, line
             assert ("━" in line) == (columns > 60), line
         lines -= fitting
     assert not lines

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import fullshard
 from fullshard.tools import cli
 from tests.fresh import Ended, fullshard_on_ranks, in_warm_forks
 from tests.tools.processes import (
@@ -83,10 +84,27 @@ def test_a_run_learns_and_fills_its_folder(straight: Straight) -> None:
 
 def test_progress_goes_to_standard_error_alone(straight: Straight) -> None:
     assert len(straight.result.out.splitlines()) == 1
-    assert straight.result.err.count("step 90/90") == 1
+    assert len(re.findall(r"step 90/90  loss \S+  bytes/s ", straight.result.err)) == 1
     assert "unigram entropy" in straight.result.err
     assert "writing the report" in straight.result.err
     assert straight.second.out + straight.second.err == "", "only rank 0 reports"
+
+
+def test_what_a_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
+    ascii_only = "import sys\nsys.stdout.reconfigure(encoding='ascii', errors='strict')"
+    more = ("--steps", "1", "--prompt", "caf\u00e9", "--sample-length", "1", "--out", tmp_path)
+    (run,) = fullshard_on_ranks(1, "train", *TINY, *PAGES, *more, before=ascii_only)
+    assert run.code == 0, run.err
+    assert "caf\\xe9" in run.out
+
+
+def test_runs_of_one_seed_save_the_same(tmp_path: Path) -> None:
+    for number in (1, 2):
+        before = f"import random, numpy\nrandom.seed({number})\nnumpy.random.seed({number})"
+        more = ("--steps", "1", "--out", tmp_path / str(number))
+        (run,) = fullshard_on_ranks(1, "train", *TINY, *PAGES, *more, before=before)
+        assert run.code == 0, run.err
+    assert not fullshard.diff_checkpoints(*(tmp_path / name / "checkpoints" for name in "12"))
 
 
 def _checkpoints(folder: Path) -> list[str]:
@@ -278,6 +296,7 @@ def test_a_run_goes_on_exactly_after_its_launcher_and_a_rank_were_killed(
     assert "resuming after step 60" in lost.err
     assert "rank 1 died" in lost.err
     assert "complete checkpoint is of step 60 (" in lost.err
+    assert "restart from" not in lost.err, "that is for programs which save by themselves"
     assert len(run.losses()) < 90
     assert run.losses() == straight.losses[: len(run.losses())]
 

@@ -39,7 +39,8 @@ from fullshard.peers.status import STEADY_BEATS, RankStatus, State, Tails, Verdi
 
 _ASKED_TO_END = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 _NAMES_SHOWN = 6  # parameters in a message
-_RESTART = "The cause is in that rank's own output; restart from the last checkpoint."
+RESTART = "; restart from the last checkpoint"  # `fullshard train` says instead what to type
+_CAUSE = f"The cause is in that rank's own output{RESTART}."
 _LEAVE_TOGETHER = (
     "Run the same number of steps on every rank: one that runs out of data has to tell the others."
 )
@@ -269,7 +270,7 @@ def describe_stuck(
     gone = {rank for rank in involved if statuses[rank].has_gone}
     seen = said({rank: str(statuses[rank]) for rank in involved})
     if any(statuses[rank].error or statuses[rank].verdict for rank in gone):
-        text = f"Ranks wait for {name_ranks(gone)}, which will not arrive: {seen}. {_RESTART}"
+        text = f"Ranks wait for {name_ranks(gone)}, which will not arrive: {seen}. {_CAUSE}"
     elif gone:
         text = f"Ranks do not end together: {seen}. {_LEAVE_TOGETHER}"
     else:
@@ -306,7 +307,7 @@ def loss(
     what = f"{'. '.join(texts)}. Other ranks wait for {name_ranks(words)} at {label}"
     if all(status is not None and not status.error for status in words.values()):
         return Verdict(counting(f"Ranks do not end together: {what}. {_LEAVE_TOGETHER}"))
-    return Verdict(counting(f"{what}. {_RESTART}"), is_loss=True)
+    return Verdict(counting(f"{what}. {_CAUSE}"), is_loss=True)
 
 
 def describe_end(
@@ -354,8 +355,8 @@ def out_of_reach(label: str, own_rank: int, words: str, *, has_store: bool) -> C
     if not has_store:
         return PeerLostError(
             f"{label} (rank {own_rank}): a connection broke, and the store that the ranks met in does not "
-            "answer either: its host is out of reach, or rank 0 is gone and had made it (torchrun makes its own). Look at the output of rank 0 first; restart from the last checkpoint. The backend "
-            f"says: {words}"
+            "answer either: its host is out of reach, or rank 0 is gone and had made it (torchrun makes its own). Look at the output of rank 0 first"
+            f"{RESTART}. The backend says: {words}"
         )
     return CommError(
         f"{label} (rank {own_rank}): a rank could not be reached, though no process of the "

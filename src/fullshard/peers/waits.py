@@ -121,7 +121,7 @@ class WaitReporter:
         described = "".join(self._describe(late))
         text = f"{described}\nThe process group's timeout is over. "
         if watchdog().board.unreached.intersection(late):
-            text += "Look at that rank's host and the network; restart from the last checkpoint."
+            text += f"Look at that rank's host and the network{diagnosis.RESTART}."
             return PeerLostError(counting(text))
         text += "If that rank is only slow, allow more: init_process_group(timeout=...)."
         return PeerTimeoutError(counting(text))

@@ -53,7 +53,25 @@ Exit codes: 0 equal in every bit, 1 differs or failed, 2 unusable options or mis
 """
 
 
-def run(words: Annotated[list[str] | None, typer.Argument(metavar="...")] = None) -> None:
+def _offered(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    from fullshard.tools.run_cli import offered
+
+    return offered(context.params.get("words") or [], incomplete)
+
+
+class RunCommand(Command):
+    """Has a shell complete options as its argument does: they are those of argparse."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        (words,) = self.params
+        return words.shell_complete(ctx, incomplete)
+
+
+def run(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="...", autocompletion=_offered)
+    ] = None,
+) -> None:
     """Run an unmodified script on fullshard, with local ranks if asked; --trace DIR records some steps."""
     # `__main__` has run it before it comes here, so that a script's traceback has none of typer.
     from fullshard.tools.run_cli import main

@@ -29,6 +29,7 @@ from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.json_files import json_text
 from fullshard.tools.cli_options import App, at_least, flag, refuse
 from fullshard.tools.config import OptionError
+from fullshard.tools.doctor.findings import counted
 from fullshard.tools.exits import Exit
 from fullshard.tools.progress import Copying, as_it_is, printable
 
@@ -66,7 +67,13 @@ class Form(str, enum.Enum):
     DCP = "dcp"
 
 
-_Path = Annotated[str, typer.Argument(help="What to read.", metavar="PATH")]
+def _is_there(path: str) -> str:
+    if "://" not in path and not Path(path).exists():
+        raise typer.BadParameter(f"{path}: there is no such file or folder.")
+    return path
+
+
+_Path = Annotated[str, typer.Argument(help="What to read.", metavar="PATH", callback=_is_there)]
 _Target = Annotated[str, typer.Argument(help="The folder to write.", metavar="TARGET")]
 _Json = Annotated[bool, flag("--json", "Print one JSON object.")]
 _Weights = Annotated[bool, flag("--weights-only", "Leave out optimizers and extra state.")]
@@ -279,7 +286,10 @@ def import_(
 )
 def prune(
     folder: Annotated[
-        str, typer.Argument(help="A folder of checkpoints, or a run.", metavar="FOLDER")
+        str,
+        typer.Argument(
+            help="A folder of checkpoints, or a run.", metavar="FOLDER", callback=_is_there
+        ),
     ],
     keep_last: Annotated[
         int,
@@ -374,7 +384,7 @@ def _show_summary(summary: "fullshard.CheckpointSummary", *, tensors: bool) -> N
         console.print(f"extra: {', '.join(map(as_it_is, summary.extra))}", soft_wrap=True)
     if summary.file_nbytes:
         total = decimal(sum(summary.file_nbytes.values()))
-        console.print(f"{len(summary.file_nbytes)} files, {total}")
+        console.print(f"{counted(len(summary.file_nbytes), 'file')}, {total}")
     for name, each in summary.tensors.items() if tensors else ():
         line = f"{name}  {list(each.shape)}  {each.dtype}  {each.placement}"
         console.print(as_it_is(line), soft_wrap=True)

@@ -36,6 +36,7 @@ from fullshard.tools.checking_cli import (
     REPLAY_EXAMPLES,
     VERIFY_EXAMPLES,
     ProgramCommand,
+    RunCommand,
     compare,
     replay,
     run,
@@ -188,7 +189,8 @@ def doctor(
     raise typer.Exit(report_without_ranks(reason, place, os.environ, as_json=as_json))
 
 
-app.command(add_help_option=False, context_settings={"ignore_unknown_options": True})(run)
+_AS_TYPED = {"ignore_unknown_options": True}
+app.command(add_help_option=False, context_settings=_AS_TYPED, cls=RunCommand)(run)
 app.command(epilog=COMPARE_EXAMPLES, cls=ProgramCommand)(compare)
 app.command(epilog=VERIFY_EXAMPLES)(verify)
 app.command(epilog=REPLAY_EXAMPLES)(replay)

@@ -29,6 +29,9 @@ from fullshard.tools.exits import Exit
 _INFO, _UNTYPED = "typer", "untyped"
 _SAME = object()
 _METAVARS = {bool: "", int: "N", float: "X", str: "TEXT"}
+_UsageError: Any = (
+    typer.BadParameter.__base__
+)  # by no name: typer carries click inside from 0.25 on
 _MAX_WIDTH = 100  # of prose in a help
 
 
@@ -66,6 +69,20 @@ class _ReadableHelp:
             elif each.is_flag:
                 each.metavar = ""
         return params
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Parse as usual; where a value is missing, the error says what the option or argument is for."""
+        try:
+            return super().parse_args(ctx, args)  # type: ignore[misc]
+        except _UsageError as error:
+            lacking: Any = getattr(error, "param", None)
+            named = getattr(error, "option_name", None)  # of an option without its value
+            for each in self.params:
+                if each is lacking and not error.message:
+                    error.message = each.help or ""
+                elif named in each.opts:
+                    error.message += f" {each.help}"
+            raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         epilog, self.epilog = self.epilog, None

@@ -216,6 +216,7 @@ def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CA
     another run, for other text and for a run that has nothing left to do.
     """
     folder = RunFolder(path)
+    folder.check_there("--resume ")
     if not is_run(path):
         if folder.config_file.is_file() and folder.checkpoints.is_dir():
             folder.read_config()  # says what is wrong with it
@@ -247,8 +248,8 @@ def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CA
     check_loggers(config.log)
     if config.steps <= checkpoint.step:
         raise NothingLeftError(
-            f"--resume {path}: has {checkpoint.step} of {config.steps} steps behind it, so nothing "
-            f"is left to do. Ask for more, for example --steps {2 * checkpoint.step}."
+            f"--resume {path}: has {checkpoint.step} steps behind it, and was asked for {config.steps}, so nothing is left to do. "
+            f"Ask for more than {checkpoint.step}, for example --steps {2 * checkpoint.step}."
         )
     tokenizer, text = _opened(config, folder, cache)
     if text.survey.fingerprint != folder.read_fingerprint():

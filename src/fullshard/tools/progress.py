@@ -4,6 +4,7 @@ Everything goes to standard error, so that standard output carries results alone
 """
 
 import contextlib
+import re
 import sys
 import textwrap
 import time
@@ -31,6 +32,7 @@ SPEED_STEPS = 20
 _COPYING_AFTER_S = 2.0
 _REDRAWN_PER_S = 4  # often enough for a spinner, and nothing to a step
 _BAR = (8, 40)  # columns, at least and at most
+_COMMAND = re.compile(r"(?<=: )\S*fullshard \w+ -.*")  # to be pasted, up to the end of its line
 _ECHO = len("^C")  # what a terminal writes behind the line where Ctrl-C is pressed
 _BEFORE_BAR = 5  # parts of the line that matter more than it: step, time left and three figures
 # Of plain lines: at first every 2 s, then rarer the longer a run goes, in the end every 5 minutes. A day has 440.
@@ -115,8 +117,8 @@ class Live(Reporter):
 
     At 80 columns, and at 60:
 
-        ⠋ ━━━━━━━━╸━━━━━━  step  60/350  0:24 left  loss 2.577  tok/s 12,018
-        ⠋ step  60/350  0:24 left  loss 2.577  tok/s 12,018
+        ⠋ ━━━━━━━━╸━━━━━━  step  60/350  0:24 left  loss 2.577  bytes/s 12,018
+        ⠋ step  60/350  0:24 left  loss 2.577  bytes/s 12,018
 
     What does not fit is left out: figures after the third, then the bar, then other figures, the last one first. A
     figure keeps the width of its longest value, so that nothing moves from step to step.
@@ -125,7 +127,7 @@ class Live(Reporter):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._display: LiveDisplay | None = None
-        self._spinner = Spinner("dots")
+        self._spinner = Spinner("dots" if console.encoding.startswith("utf") else "line")
         self._now = ""
         self._pace: _Pace | None = None
         self._figures: dict[str, str] = {}
@@ -264,7 +266,7 @@ class Copying:
 
 
 class Speed:
-    """Tokens per second over the last steps, up to 20: a single step's jumps too much to be read."""
+    """Tokens, or bytes, per second over the last steps, up to 20: a single step's jumps too much to be read."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, float]] = deque(maxlen=SPEED_STEPS)
@@ -287,9 +289,14 @@ def say_starting() -> None:
 
 
 def say(text: str) -> None:
-    """Print on standard error, on a terminal in the place of a live line that another process has left there."""
-    clear = "\r\x1b[2K" if sys.stderr.isatty() else ""
-    print(f"{clear}{text}", file=Lasting(sys.stderr), flush=True)
+    """Print on standard error, on a terminal in the place of a live line that another process has left there.
+
+    There, lines are broken at spaces, but not within a command to type.
+    """
+    if sys.stderr.isatty():
+        lines = _lines(text, Console(stderr=True).width, indent=0)
+        text = "\r\x1b[2K" + "\n".join(lines)
+    print(text, file=Lasting(sys.stderr), flush=True)
 
 
 def before_first_step(run: Path | None) -> str:
@@ -330,7 +337,8 @@ def _lines(text: str, width: int, indent: int) -> Iterator[str]:
         replace_whitespace=False,
     )
     for line in text.split("\n"):
-        yield from how.wrap(line) or [how.initial_indent]
+        whole = _COMMAND.sub(lambda found: found[0].replace(" ", "\0"), line)
+        yield from (each.replace("\0", " ") for each in how.wrap(whole) or [how.initial_indent])
         how.initial_indent = how.subsequent_indent
 
 

@@ -19,6 +19,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from fullshard.json_files import json_text
 from fullshard.tools.advice import stalled, verdict
 from fullshard.tools.config import OptionError
+from fullshard.tools.doctor.findings import counted
 from fullshard.tools.perfetto import chrome_trace
 from fullshard.tools.report_data import (
     Figure,
@@ -31,7 +32,7 @@ from fullshard.tools.report_data import (
     summary_data,
 )
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.run_record import RunRecord, nanoseconds, nbytes, read_run
+from fullshard.tools.run_record import RunRecord, nanoseconds, nbytes, read_run, runs_in
 from fullshard.tools.trace_metrics import HOW
 
 FOLLOW_S = 5  # between two pages of a run that goes on
@@ -89,9 +90,10 @@ def follow(path: Path, out: Path | None) -> Written:
     Says on standard error where it is. Raises OptionError if no run has begun in this folder.
     """
     folder = RunFolder(path)
+    folder.check_there()
     if not folder.config_file.exists():
         raise OptionError(
-            f"{path}: no run of `fullshard train` has begun here, so there is none to follow."
+            f"{path}: no run of `fullshard train` has begun here, so there is none to follow.{runs_in(path)}"
         )
     if (summary := folder.read_summary()) is not None:
         print(
@@ -217,15 +219,17 @@ def compare(paths: Sequence[Path]) -> dict[str, Any]:
     names = _names(runs, paths)
     found = [{figure.name: figure for figure in figures(run)} for run in runs]
     units = {figure.unit for each in found if (figure := each.get("loss"))}
+    drawn = [series(run) for run in runs]
     return {
         "name": " and ".join(names),
         "note": f"Losses are in {' and '.join(sorted(units))}, which do not compare."
         if len(units) > 1
         else "",
         "runs": [
-            {"name": name, "path": str(path), "series": series(run)}
-            for name, path, run in zip(names, paths, runs, strict=True)
+            {"name": name, "path": str(path), "series": each}
+            for name, path, each in zip(names, paths, drawn, strict=True)
         ],
+        "units": sorted({f"{each['unit']}s" for each in drawn if each}),
         "rows": _side_by_side(found),
         "parts": _side_by_side([{part.name: part for part in parts(run)} for run in runs]),
         "options": _differing([dict(options(run)) for run in runs]),
@@ -326,7 +330,7 @@ def _sentences(run: RunRecord, data: dict[str, Any]) -> dict[str, str]:
     if total:
         first = units[0]
         said["units_lead"] = (
-            f"{first['name']} is the most exposed of {len(units)} units: "
+            f"{first['name']} is the most exposed of {counted(len(units), 'unit')}: "
             f"{nanoseconds(first['exposed_ns'])} of {nanoseconds(total)} a step. {fence}"
         )
     else:

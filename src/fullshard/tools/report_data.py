@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from fullshard.plan.trace import Kind, RankTrace
 from fullshard.tools.advice import verdict
+from fullshard.tools.doctor.findings import counted
 from fullshard.tools.run_facts import peak_flops
 from fullshard.tools.run_record import RunRecord, nanoseconds, nbytes, not_finite, scaled
 from fullshard.tools.trace_metrics import (
@@ -326,7 +327,7 @@ def facts(run: RunRecord) -> list[str]:
         said.append(f"not finite: {marks[0][1]} in step {marks[0][0]}{others}")
     if traces:
         comm = dict.fromkeys(unit.comm for unit in traces[0].units)
-        said.append(f"{len(traces[0].units)} units over {', '.join(comm)}")
+        said.append(f"{counted(len(traces[0].units), 'unit')} over {', '.join(comm)}")
     status = (run.summary or {}).get("status")
     if run.config is not None and status != "finished":
         said.append("stopped early" if status == "stopped" else "not finished")
@@ -382,6 +383,7 @@ def series(run: RunRecord) -> dict[str, Any] | None:
         tokens = [entry["tokens_per_second"] * entry["seconds"] for entry in run.metrics]
         tokens = list(itertools.accumulate(tokens))
     return {
+        "unit": _unit(run),
         "steps": done,
         "tokens": tokens,
         "elapsed": list(itertools.accumulate(seconds)),

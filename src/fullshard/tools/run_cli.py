@@ -15,11 +15,12 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from fullshard.local_ranks import LAUNCHER_PID, die_with_launcher, threads_for
-from fullshard.policies import CommChoice
 from fullshard.tools.typed_program import has_module, split_program
 
 _TRACED = (3, 5)
+# Of modules that import torch, for which a shell that completes options has no time.
+_LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
+_WAYS = ("auto", "peer_memory", "process_group", "collectives")
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _WITH_VALUE = ("--comm", "--engine", "--ranks", "--trace", "--trace-steps")
 _EXAMPLES = """examples:
@@ -56,7 +57,7 @@ def main(prog: str = "python -m fullshard.run", typed: Sequence[str] | None = No
         parser.error(f"{script}: there is no such file. For a module, write -m {script}.")
     if options.trace is not None and options.engine == "torch":
         parser.error("--trace: fullshard's engine alone is traced; leave out --engine torch.")
-    launcher = os.environ.get(LAUNCHER_PID)
+    launcher = os.environ.get(_LAUNCHER_PID)
     if options.ranks is not None and launcher is None:
         if "RANK" in os.environ:
             parser.error(
@@ -64,8 +65,27 @@ def main(prog: str = "python -m fullshard.run", typed: Sequence[str] | None = No
             )
         sys.exit(_start(parser, typed, options.ranks))
     if launcher is not None:
-        die_with_launcher(int(os.environ.pop(LAUNCHER_PID)), says_ends=True)
+        from fullshard.local_ranks import die_with_launcher
+
+        die_with_launcher(int(os.environ.pop(_LAUNCHER_PID)), says_ends=True)
     _be_a_rank(parser, options, script, arguments)
+
+
+def offered(typed: Sequence[str], begun: str) -> list[tuple[str, str]]:
+    """Return what a shell offers to complete a word with, and help on each; nothing where files are meant.
+
+    typed: the words before it. Options and their values come before the script; what follows is its own.
+    """
+    _, arguments = split_program([*typed, begun], _WITH_VALUE)
+    found: list[tuple[str, str]] = []
+    for action in () if arguments else _parser("")._actions:
+        if typed and typed[-1] in _WITH_VALUE:
+            values = action.choices or () if typed[-1] in action.option_strings else ()
+        else:
+            values = action.option_strings if begun.startswith("-") else ()
+        explained = (action.help or "") % vars(action)
+        found += [(value, explained) for value in values if value.startswith(begun)]
+    return found
 
 
 class _Help(argparse.HelpFormatter):
@@ -98,10 +118,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--comm",
-        choices=[choice.value for choice in CommChoice],
-        default=CommChoice.AUTO.value,
+        choices=_WAYS,
+        default=_WAYS[0],
         metavar="WAY",
-        help=f"how ranks exchange bytes: {', '.join(c.value for c in CommChoice)} (default: %(default)s)",
+        help=f"how ranks exchange bytes: {', '.join(_WAYS)} (default: %(default)s)",
     )
     parser.add_argument(
         "--engine",
@@ -148,6 +168,8 @@ def _steps(text: str) -> tuple[int, int]:
 
 def _start(parser: argparse.ArgumentParser, typed: Sequence[str], ranks: int) -> int:
     """Start ranks, and return what their launcher ends with."""
+    from fullshard.local_ranks import threads_for
+
     try:
         from fullshard.tools.exits import Exit
         from fullshard.tools.launch import launch

@@ -159,6 +159,12 @@ class RunFolder:
                 f"--out {self.path}: cannot be written: {error.strerror}. Name another folder."
             ) from error
 
+    def check_there(self, option: str = "") -> None:
+        """Raise OptionError if there is no such folder. option: what names it, such as "--resume "."""
+        if not self.path.is_dir():
+            why = "is a file; name a folder" if self.path.exists() else "there is no such folder"
+            raise OptionError(f"{option}{self.path}: {why}.")
+
     def check_new(self, *, may_have_begun: bool = False) -> None:
         """Raise OptionError if a run is already here (unless it may) or the folder cannot be."""
         if not may_have_begun and (self.config_file.exists() or self.checkpoints.exists()):

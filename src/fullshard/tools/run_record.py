@@ -8,15 +8,18 @@ RUN/compare.json                                what `fullshard compare --out` w
 import dataclasses
 import math
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
 from fullshard.json_files import read_json
-from fullshard.plan.trace import RankTrace, TraceError, read_traces
+from fullshard.plan.trace import RankTrace, TraceError, read_traces, trace_files
 from fullshard.tools.config import OptionError, TrainConfig
-from fullshard.tools.run_folder import Earlier, RunFolder
+from fullshard.tools.run_folder import Earlier, RunFolder, program
 from fullshard.tools.trace_metrics import common_steps, peaks, step_ns
+
+_MOST_RUNS = 3  # that a folder above them names
 
 
 class Switch(TypedDict):
@@ -63,6 +66,7 @@ def read_run(path: Path) -> RunRecord:
     Raises OptionError if it holds neither, TraceError for a trace that cannot be read.
     """
     folder = RunFolder(path)
+    folder.check_there()
     traces = read_traces(folder.trace_folder) or read_traces(path)
     if traces and not common_steps(traces):
         raise TraceError(
@@ -77,7 +81,7 @@ def read_run(path: Path) -> RunRecord:
     if not (traces or metrics):
         raise OptionError(
             f"{path}: holds neither metrics.jsonl nor rank*.json, so there is nothing to report. "
-            "Name a folder that `fullshard train` or `fullshard.trace` wrote."
+            f"Name a folder that `fullshard train` or `fullshard.trace` wrote.{runs_in(path)}"
         )
     return RunRecord(
         path.resolve().name,
@@ -89,6 +93,18 @@ def read_run(path: Path) -> RunRecord:
         folder.read_earlier() if is_run else [],
         _read_switch(path / "compare.json"),
     )
+
+
+def runs_in(path: Path) -> str:
+    """Name the newest runs in a folder, each as what to type, in lines below; "" if it has none."""
+
+    def written(run: RunFolder) -> int:
+        files = [run.metrics_file, *trace_files(run.trace_folder), *trace_files(run.path)]
+        return max((file.stat().st_mtime_ns for file in files if file.is_file()), default=0)
+
+    runs = sorted(filter(written, map(RunFolder, path.iterdir())), key=written, reverse=True)
+    commands = [f"{program()} report {shlex.quote(str(run.path))}" for run in runs[:_MOST_RUNS]]
+    return "\n    ".join(["\nThe newest runs in it:", *commands]) if commands else ""
 
 
 def _read_switch(path: Path) -> Switch | None:

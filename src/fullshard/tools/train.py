@@ -7,6 +7,7 @@ anybody was asked to stop.
 
 import contextlib
 import math
+import random
 import resource
 import shlex
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -84,7 +86,10 @@ class Trainer:
             f"{config.tokens_per_step} {config.unit}s a step"
         )
         self._check_model()
-        torch.manual_seed(config.seed + self.rank)  # of dropout, which is another one on each rank
+        seed = config.seed + self.rank  # of dropout, which is another one on each rank
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
         self.optimizer = build_optimizer(self.model, config)
         self.checkpoints = fullshard.CheckpointManager(
             self.folder.checkpoints,
@@ -263,7 +268,7 @@ class Trainer:
         self.loggers.log(done, values)
         figures = {
             "loss": f"{result.loss:.3f}",
-            "tok/s": f"{self._speed.after(num_tokens, seconds):,.0f}",
+            f"{self.config.unit}s/s": f"{self._speed.after(num_tokens, seconds):,.0f}",
             "val": f"{self.val_loss:.3f}" if self.val_loss is not None else "",
             "epoch": f"{epoch:.2f}" if epoch is not None else "",
             "peak": f"{memory / 2**30:.2f} GiB",

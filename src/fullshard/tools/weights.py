@@ -67,6 +67,7 @@ def export_run(
         raise OptionError(f"--hf {out}: is there already. Name another folder, or add --overwrite.")
     found = run_of(run)
     if found is None:
+        RunFolder(run).check_there()
         raise OptionError(
             f"{run}: is no run of `fullshard train`, nor a checkpoint in one. For another model's "
             "checkpoint, call fullshard.export_hf(checkpoint, folder, config=...): "

@@ -27,6 +27,7 @@ from fullshard.errors import CheckpointError, FullshardError, PeerLostError
 from fullshard.json_files import json_text
 from fullshard.local_ranks import die_with_launcher
 from fullshard.models.blueprints import ConfiguredBlueprint
+from fullshard.peers.diagnosis import RESTART
 from fullshard.peers.stacks import folded_traceback
 from fullshard.peers.store import store_in_time
 from fullshard.peers.waits import announce, lost_ranks, naming_lost_ranks
@@ -137,8 +138,8 @@ def _complain(place: Place, folder: RunFolder, error: Exception) -> Exit:
         # The first rank of a host speaks, or the second where the first is the one that is gone.
         follows = place.local_rank == 1 and f"rank {place.rank - 1} " in str(error)
         if place.local_rank == 0 or follows:
-            saved = folder.what_is_saved()
-            said = str(error) if saved in str(error) else f"{error} {saved}"
+            said, saved = str(error).replace(RESTART, ""), folder.what_is_saved()
+            said = said if saved in said else f"{said} {saved}"
             say(f"fullshard: rank {place.rank}: {said}")
         return Exit.RANK_LOST
     said = str(error)

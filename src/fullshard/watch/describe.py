@@ -104,7 +104,8 @@ class Description:
 
     def __str__(self) -> str:
         total = sum(unit.shard_nbytes for unit in self.units)
-        head = f"{len(self.units)} units, {format_nbytes(total)} of parameters on this rank"
+        many = "" if len(self.units) == 1 else "s"
+        head = f"{len(self.units)} unit{many}, {format_nbytes(total)} of parameters on this rank"
         if self.manual_finalization:
             head += "; backward is ended by finalize_backward()"
         return "\n".join([head, *(str(unit) for unit in self.units)])

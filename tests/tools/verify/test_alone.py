@@ -42,7 +42,7 @@ def test_gradients_are_the_mean_over_parts_whatever_the_loss(tmp_path: Path) -> 
         model.weight.fill_(1.0)
     run = _ran(tmp_path, model, _largest)
     assert [part.loss for part in run.parts] == [5.0, 13.0]
-    tensors = read_tensors(alone_folder(tmp_path), "step-0")
+    tensors = read_tensors(alone_folder(tmp_path), "step-1")
     assert tensors["gradient/weight"].tolist() == [[4.0, 5.0]]  # of rows (2, 3) and (6, 7)
     assert tensors["parameter/weight"].tolist() == [[-3.0, -4.0]]
     assert tensors["output/0/#0"][:2].tolist() == [1.0, 5.0]
@@ -53,7 +53,7 @@ def test_each_part_has_masks_and_buffers_of_its_own(tmp_path: Path) -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.5))
     batch = BATCH[:2].repeat(64, 1)
     _ran(tmp_path, model, lambda model, part: model(part).sum(), batch)
-    tensors = read_tensors(alone_folder(tmp_path), "step-0")
+    tensors = read_tensors(alone_folder(tmp_path), "step-1")
     assert torch.equal(tensors["output/0/0#0"], tensors["output/1/0#0"])
     assert not torch.equal(tensors["output/0/1#0"], tensors["output/1/1#0"])
     for rank in (0, 1):
@@ -69,7 +69,7 @@ def test_what_a_forward_writes_to_is_known(tmp_path: Path) -> None:
 def test_a_parameter_without_gradient_has_one_of_zeros(tmp_path: Path) -> None:
     model = nn.ModuleDict({"used": nn.Linear(2, 1), "unused": nn.Linear(2, 1, bias=False)})
     _ran(tmp_path, model, lambda model, part: model["used"](part).sum())
-    assert read_tensors(alone_folder(tmp_path), "step-0")["gradient/unused.weight"].tolist() == [
+    assert read_tensors(alone_folder(tmp_path), "step-1")["gradient/unused.weight"].tolist() == [
         [0.0, 0.0]
     ]
 

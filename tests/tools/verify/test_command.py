@@ -53,12 +53,12 @@ def test_a_model_that_is_right_is_equal_and_leaves_its_records(tmp_path: Path) -
     result = _verify("--steps", "2", "--keep", str(tmp_path / "records"))
     assert result.code == Exit.OK, result.err
     for pattern in (
-        r"^step 1, rank 1 +(\S+) +\1 *$",
+        r"^step 2, rank 1 +(\S+) +\1 *$",
         r"^gradients +\S+ +\S+",
         r"^one process \(all parts\) +.* m?s *$",
         r"^rank 1 +.* m?s *$",
         r"^ok +buffers +all ranks +equal",
-        r"^equal: nothing differs by more than 0\.01 % of its largest value .*\. 2 ranks, 2 steps of SGD \(lr 0\.01\)",
+        r"^equal: nothing differs by more than 0\.01 % of its largest value .*\. 2 ranks, 2 steps of SGD \(lr\s0\.01\)",
     ):
         assert re.search(pattern, result.out, re.MULTILINE), (pattern, result.out)
     assert "one process: 2 steps, not sharded" in result.err
@@ -67,7 +67,7 @@ def test_a_model_that_is_right_is_equal_and_leaves_its_records(tmp_path: Path) -
     assert [str(path) for path in there] == [
         f"records/{process}/{name}"
         for process in ("alone", "rank-0", "rank-1")
-        for name in ("run.json", "step-0.pt", "step-1.pt")
+        for name in ("run.json", "step-1.pt", "step-2.pt")
     ]
 
 
@@ -79,7 +79,7 @@ def test_a_fault_is_reported_with_the_first_module_and_what_to_do(tmp_path: Path
     assert {path.name for path in (tmp_path / "records").iterdir()} == {"alone", "rank-0", "rank-1"}
     said = " ".join(result.out.split())
     assert "problem divide-factor unit blocks.0 gradients of 4 parameters are 2 times" in said
-    assert "first module that differs: blocks.0.norm (BatchNorm1d) in step 1 on rank 0" in said
+    assert "first module that differs: blocks.0.norm (BatchNorm1d) in step 2 on rank 0" in said
     assert "differs: divide-factor (unit blocks.0)." in said
 
 

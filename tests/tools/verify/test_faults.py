@@ -93,7 +93,7 @@ def test_a_method_that_is_not_registered_is_named(tmp_path: Path) -> None:
     _, found = verified(tmp_path, loss="loss_by_encode", api="fsdp1")
     finding = found["forward-method"]
     assert finding.where == "ranks 0-1"
-    assert finding.measured.startswith("forward of step 0: ")
+    assert finding.measured.startswith("forward of step 1: ")
     assert "(in encode, which is not a forward)" in finding.measured
     assert 'register_fsdp_forward_method(model, "encode")' in finding.advice
 
@@ -109,7 +109,7 @@ def test_first_values_that_nothing_decides_are_named(tmp_path: Path) -> None:
 def test_a_tie_that_is_lost_is_named(tmp_path: Path) -> None:
     _, found = verified(tmp_path, shard="shard_untied")
     assert found["untied"].measured.startswith("embed.weight and head.weight are one parameter")
-    assert found["gradients"].measured.startswith("embed.weight, head.weight: first in step 0")
+    assert found["gradients"].measured.startswith("embed.weight, head.weight: first in step 1")
 
 
 @on_ranks(2)
@@ -125,7 +125,7 @@ def test_random_numbers_that_differ_are_explained(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_batches_that_differ_are_named(tmp_path: Path) -> None:
     _, found = verified(tmp_path, batch="batch_of_the_time")
-    assert "first in step 0" in found["batches"].measured
+    assert "first in step 1" in found["batches"].measured
 
 
 @on_ranks(2)

@@ -127,7 +127,7 @@ FAULTS = {
     "raises": (
         "failed",
         "ranks 0-1",
-        "in both runs, sharded and whole: after the optimizer step of step 0: ValueError: no such thing",
+        "in both runs, sharded and whole: after the optimizer step of step 1: ValueError: no such thing",
     ),
 }
 

@@ -192,7 +192,7 @@ def test_the_report_of_a_run_shows_what_is_beside_it(tmp_path: Path) -> None:
 
 def _recorded(bits: list[dict[str, str]], *losses: float) -> Run:
     output = Output("", 0, "Linear", "torch.float32", (2,))
-    parts = [Part(step, 0, loss, outputs=(output,)) for step, loss in enumerate(losses)]
+    parts = [Part(step, 0, loss, outputs=(output,)) for step, loss in enumerate(losses, start=1)]
     return Run(parts=parts, bits=bits, seconds=[1.0] * len(bits))
 
 
@@ -204,8 +204,8 @@ def test_values_differ_first_where_any_bit_does() -> None:
         Tolerance(0, 0),
         _recorded(torch_bits, 1.0, 2.0, 3.0),
         {0: _recorded(ours, 1.0, 2.0)},
-        losses=[Loss(0, 0, 1.0, 1.0, False), Loss(1, 0, 2.0, 2.0, False)],
-        differing=[Difference("final-gradient", 1, None, "0/b", 1e-6, 1.0, 0.0)],
+        losses=[Loss(1, 0, 1.0, 1.0, False), Loss(2, 0, 2.0, 2.0, False)],
+        differing=[Difference("final-gradient", 2, None, "0/b", 1e-6, 1.0, 0.0)],
     )
     values = switch._values(OPTIONS, comparison)
     assert values.steps == 2

@@ -9,7 +9,8 @@ const lines = {
 const runs = data.runs.map((run, index) => ({ ...run, stroke: `--m${index}` })).filter((run) => run.series);
 const longest = Math.max(...runs.map(({ series }) => series.elapsed?.at(-1) || 0));
 const [unit, second] = longest >= 7200 ? ["hours", 3600] : longest >= 180 ? ["minutes", 60] : ["seconds", 1];
-const axes = [["steps", "step", ({ steps }) => steps], ["tokens", "tokens", ({ tokens }) => tokens],
+const amount = data.units.join(" or ");
+const axes = [["steps", "step", ({ steps }) => steps], [amount, amount, ({ tokens }) => tokens],
   ["time", unit, ({ elapsed }) => elapsed?.map((each) => each / second)]].filter(([, , of]) => runs.length && runs.every(({ series }) => of(series)));
 function draw(chosen) {
   const [, across, of] = axes[chosen];

@@ -162,7 +162,7 @@ def compare(
     worst: list[Difference] = []
     differing: list[Difference] = []
     unsteady: dict[str, torch.Tensor] = {}
-    for step in range(options.steps):
+    for step in range(1, options.steps + 1):
         expected, given = (
             {
                 key: tensor

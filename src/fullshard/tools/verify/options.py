@@ -52,7 +52,7 @@ class VerifyOptions:
     model: str
     batch: str = option_field(
         "",
-        "batch(step): the whole batch of a step, which is divided among ranks along dim 0. Tensors, or tuples, "
+        "batch(step): the whole batch of a step, from 0, which is divided among ranks along dim 0. Tensors, or tuples, "
         "lists and dicts of them.",
         panel="Program",
         metavar="MODULE:FUNCTION",

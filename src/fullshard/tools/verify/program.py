@@ -35,7 +35,7 @@ def train(program: "Program", side: Side, watch: Watch) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=options.lr)
     for step in range(options.steps):
         for rank in side.parts:
-            diary.step, diary.phase = step, "making a batch"
+            diary.step, diary.phase = step + 1, "making a batch"
             with watch.paused():
                 part = program.part(batch_of, step, rank)
                 watch.begin_part(rank, fingerprint(*tensors_in(part)))
@@ -84,12 +84,12 @@ class Program:
         return made, batch
 
     def part(self, batch: Callable[[int], Any], step: int, rank: int) -> Any:
-        """Return a rank's part of a step's batch. Raises OptionError if it cannot be divided."""
+        """Return a rank's part of a step's batch; of the first, step is 0. Raises OptionError if it cannot be divided."""
         seed_all(self.options.seed, step)
         whole = batch(step)
         if not tensors_in(whole):
             raise OptionError(
-                f"the batch of step {step} is a {type(whole).__name__} without tensors. Give a tensor, or "
+                f"the batch of step {step + 1} is a {type(whole).__name__} without tensors. Give a tensor, or "
                 "tuples, lists and dicts of tensors."
             )
         dtype = _dtype_of(self.options)
@@ -170,7 +170,7 @@ def _cut(tensor: torch.Tensor, rank: int, num_ranks: int, step: int) -> torch.Te
     size = tensor.shape[0]
     if size == 0 or size % num_ranks:
         raise OptionError(
-            f"the batch of step {step} has a tensor of shape {tuple(tensor.shape)}, whose dim 0 cannot be "
+            f"the batch of step {step + 1} has a tensor of shape {tuple(tensor.shape)}, whose dim 0 cannot be "
             f"divided evenly among {num_ranks} ranks. Give batches of a multiple of {num_ranks}, or "
             "another --ranks."
         )

@@ -1,7 +1,7 @@
 """What a process records: facts, as frozen values that go through JSON, and the tensors of each step.
 
     folder/alone/run.json       facts
-    folder/alone/step-0.pt      tensors by key: "gradient/NAME", "buffer/RANK/NAME", ...
+    folder/alone/step-1.pt      tensors by key: "gradient/NAME", "buffer/RANK/NAME", ...
     folder/rank-1/...
     folder/whole-1/...          instead of alone, of a script: a rank where nothing is sharded
     folder/rank-1/start.pt      of a script: what its models begin with
@@ -56,7 +56,7 @@ class Output:
 class Part:
     """The forward of one part of a batch: that of one rank.
 
-    batch: fingerprint of the part. written: parameters that had other values after the forward.
+    step: from 1. batch: fingerprint of the part. written: parameters that had other values after the forward.
     backward: which of the step's backwards it ends with, from 0.
     """
 
@@ -173,7 +173,7 @@ class Diary:
         unfinished.rename(self._folder / "run.json")
 
     def write_tensors(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write tensors as a file: "step-0", or "start", with the prefix of a model's names before it."""
+        """Write tensors as a file: "step-1", or "start", with the prefix of a model's names before it."""
         torch.save(content, self._folder / f"{name}.pt")
 
 

@@ -249,17 +249,17 @@ def _values(options: CompareOptions, comparison: Comparison) -> Values:
     """Compare losses and gradients of the steps that both have taken."""
     torch, ours = comparison.alone, merged(list(comparison.ranks.values()))
     steps = min(len(torch.bits), len(ours.bits))
-    losses = [loss for loss in comparison.losses if loss.step < steps]
+    losses = [loss for loss in comparison.losses if loss.step <= steps]
     gradients = [each for each in comparison.differing if each.kind == "final-gradient"]
     uncompared = {each.name for each in gradients if each.worst == math.inf}
     differing = [(loss.step, loss.rank, "") for loss in losses if loss.differs]
-    for step, (theirs, its) in enumerate(zip(torch.bits, ours.bits, strict=False)):
+    for step, (theirs, its) in enumerate(zip(torch.bits, ours.bits, strict=False), start=1):
         uncompared |= theirs.keys() ^ its.keys()
         for label in (each for each in theirs if each not in uncompared):
             if theirs[label] != its[label]:
                 of_rank, _, name = label.partition("/")
                 differing.append((step, int(of_rank), name))
-    amounts = dict.fromkeys(range(max(steps, 1)), 0.0)  # of each step's gradients
+    amounts = dict.fromkeys(range(1, steps + 1), 0.0)  # of each step's gradients
     for each in gradients:
         if each.name not in uncompared:
             relative = math.inf if math.isnan(each.worst) else each.relative
@@ -271,9 +271,7 @@ def _values(options: CompareOptions, comparison: Comparison) -> Values:
     if differing:  # in a step losses come before gradients, which are in the order of parameters
         step, rank, name = min(differing, key=lambda each: (each[0], bool(each[2])))
         amount = _amount(amounts[step] if name else apart[step, rank])
-        first = (
-            f"{f'gradient of {name}' if name else 'loss'}: step {step + 1}, rank {rank}, {amount}"
-        )
+        first = f"{f'gradient of {name}' if name else 'loss'}: step {step}, rank {rank}, {amount}"
     return Values(
         steps,
         num_gradients=len({label.partition("/")[2] for step in torch.bits for label in step}),
@@ -281,8 +279,8 @@ def _values(options: CompareOptions, comparison: Comparison) -> Values:
         same_gradients=not uncompared and not any(name for _, _, name in differing),
         first=first,
         loss=loss,
-        gradient=max(amounts.values()),
-        is_rounding=loss <= rtol and amounts[0] <= rtol,
+        gradient=max(amounts.values(), default=0.0),
+        is_rounding=loss <= rtol and amounts.get(1, 0.0) <= rtol,
         uncompared=sorted(uncompared),
         losses={
             "torch": [loss.alone for loss in losses if not loss.rank],

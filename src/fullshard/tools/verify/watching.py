@@ -153,7 +153,7 @@ class Watch:
             self._is_known = id(own) in self._recorder.paths  # a wrapper has none
             if self._is_known and torch.is_grad_enabled():
                 self._side.before_forward()
-                self._diary.phase, self._diary.step = "forward", self._step
+                self._diary.phase, self._diary.step = "forward", self._step + 1
 
     def _start(self, root: Root) -> None:
         self._diary.phase = "gathering parameters"
@@ -194,7 +194,7 @@ class Watch:
         seen = self._recorder.take()
         loss = sum(each.detach().double().sum().item() for each in losses)
         part = Part(
-            self._step,
+            self._step + 1,
             rank,
             loss,
             self._batch or " ".join(self._inputs),
@@ -255,8 +255,8 @@ class Watch:
 
     def _end_step(self) -> None:
         tensors = {key: each.detach().cpu().clone() for key, each in self._tensors.items()}
-        self._diary.write_tensors(f"step-{self._step}", tensors)
-        self._side.after_step(self._step)
+        self._diary.write_tensors(f"step-{self._step + 1}", tensors)
+        self._side.after_step(self._step + 1)
         run = self._diary.run
         run.seconds.append(self._meter.seconds)
         run.peak_nbytes = self._meter.peak_nbytes
