@@ -15,7 +15,7 @@ from fullshard.checkpoint.manifest import MANIFEST, Manifest, dumps
 from fullshard.tools import cli, commands, job
 from fullshard.tools.config import OptionError, TrainConfig, with_defaults
 from fullshard.tools.exits import Exit
-from fullshard.tools.job import check_local_ranks, new_job, resumed_job
+from fullshard.tools.job import check_local_ranks, new_job, resumed_job, what_begins
 from fullshard.tools.run_folder import RunFolder
 
 
@@ -253,8 +253,35 @@ class TestResume:
 
     def test_ranks_and_batch_may_change_together(self, folder: RunFolder) -> None:
         assert resumed_job(folder.path, {"ranks": 1, "batch": 4}).config.global_batch == 4
-        with pytest.raises(OptionError, match=r"1 x 2 x 1 = 2 .* started with 2 x 2 x 1 = 4"):
-            resumed_job(folder.path, {"ranks": 1})
+        for changes, what_fits in (
+            ({"ranks": 1, "batch": 2}, "= 2 .* x 1 = 4. Give --batch 4 or --grad-accum 2,"),
+            ({"ranks": 4, "grad_accum": 1}, "= 8 .* Give --batch 1, or leave out"),
+            ({"ranks": 4, "batch": 3, "grad_accum": 3}, "= 36 .* Rather leave out"),
+            ({"ranks": 3}, r"3 ranks cannot share 4 evenly. --ranks that can: 1, 2, 4\."),
+        ):
+            with pytest.raises(OptionError, match=what_fits):
+                resumed_job(folder.path, changes)
+
+    @pytest.mark.parametrize(
+        ("shared", "ranks", "expected"),
+        [
+            ((2, 2, 1), 1, (2, 2)),
+            ((2, 2, 1), 4, (1, 1)),
+            ((2, 3, 2), 3, (2, 2)),
+            ((4, 8, 1), 2, (8, 2)),
+        ],
+    )
+    def test_another_number_of_ranks_shares_the_same_sequences(
+        self, folder: RunFolder, shared: tuple[int, int, int], ranks: int, expected: tuple[int, int]
+    ) -> None:
+        ours = dict(zip(("ranks", "batch", "grad_accum"), shared, strict=True))
+        fields = json.loads(folder.config_file.read_text())
+        fields["options"] |= ours
+        folder.config_file.write_text(json.dumps(fields))
+        assert what_begins(resumed_job(folder.path, {})) == ""
+        job = resumed_job(folder.path, {"ranks": ranks})
+        assert (job.config.batch, job.config.grad_accum) == expected
+        assert f"--batch {expected[0]} x --grad-accum {expected[1]}" in what_begins(job)
 
     def test_repeating_an_option_of_the_run_is_fine(self, folder: RunFolder) -> None:
         assert resumed_job(folder.path, {"seq": 16, "dtype": "auto", "ranks": None}).done == 20

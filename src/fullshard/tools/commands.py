@@ -20,10 +20,10 @@ from fullshard.tools.job import (
     new_job,
     restarted_job,
     resumed_job,
+    what_begins,
 )
 from fullshard.tools.launch import Ending, Place, launch, launch_forks, may_fork, place_in
 from fullshard.tools.progress import before_first_step, say
-from fullshard.tools.weights import what_it_begins_with
 
 
 class Typed(NamedTuple):
@@ -43,7 +43,7 @@ def train(typed: Typed, environment: Mapping[str, str], *, as_json: bool) -> Exi
     try:
         place = place_in(environment)
         job = _job(typed, place)
-        note = "" if job.checkpoint else what_it_begins_with(job.config, job.tokenizer)
+        note = what_begins(job)
         if note and (place is None or (place.rank == 0 and place.launcher_pid is None)):
             say(note)
         if place is None:

@@ -43,6 +43,7 @@ from fullshard.tools.weights import (
     has_weights,
     is_run,
     model_config,
+    what_it_begins_with,
     what_it_is,
 )
 
@@ -283,6 +284,19 @@ def restarted_job(
     if folder.config_file.is_file() and fullshard.latest_checkpoint(folder.checkpoints):
         return resumed_job(out, changes, cache=cache)
     return new_job(options, out, may_have_begun=True, cache=cache)
+
+
+def what_begins(job: Job) -> str:
+    """Say what may surprise of how a run begins or goes on, in a line or two; else ""."""
+    if job.checkpoint is None:
+        return what_it_begins_with(job.config, job.tokenizer)
+    new, old = job.config, job.folder.read_config()
+    if (new.ranks, new.batch, new.grad_accum) == (old.ranks, old.batch, old.grad_accum):
+        return ""
+    return (
+        f"a step takes {new.global_batch} sequences as before: {new.ranks} rank{'s' if new.ranks > 1 else ''} x --batch "
+        f"{new.batch} x --grad-accum {new.grad_accum} (was {old.ranks} x {old.batch} x {old.grad_accum})"
+    )
 
 
 def default_local_ranks() -> int:
