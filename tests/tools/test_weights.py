@@ -178,6 +178,11 @@ def test_weights_of_another_model_are_refused_before_any_rank_starts(
     assert "hidden_size is 64, and 384 here" in refused(other)
     assert "tie_word_embeddings is False" in refused(other, "--model", "tiny", "--tie-embeddings")
     assert "tie_word" not in refused(other, "--model", "10m")
+    assert "holds no weights" in refused(other, "--model", "tiny")
+    fullshard.export_hf(_model(tied=True), other, config=fields, overwrite=True)
+    said = refused(other, "--model", "tiny")
+    assert f"--init-from {other}: its weights are not of" in said
+    assert "lack 1 of its tensors (lm_head.weight)" in said
 
 
 def _hugging_face(folder: Path, **fields: object) -> Path:
