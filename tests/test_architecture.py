@@ -343,7 +343,7 @@ _MOST_LINES = {
     "peers": 3260,
     "plan": 1540,
     "state": 3270,
-    "tools": 16034,
+    "tools": 16190,
     "top": 2020,
     "watch": 1460,
 }

@@ -6,16 +6,18 @@ RUN/compare.json                                what `fullshard compare --out` w
 """
 
 import dataclasses
+import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from fullshard.json_files import read_json
 from fullshard.plan.trace import RankTrace, TraceError, read_traces
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.run_folder import Earlier, RunFolder
+from fullshard.tools.text.tokenizer import FILE as TOKENIZER
 from fullshard.tools.trace_metrics import common_steps, peaks, step_ns
 
 
@@ -25,6 +27,15 @@ class Switch(TypedDict):
     verdict: str
     rows: list[list[str]]
     notes: list[str]
+
+
+class LearntText(NamedTuple):
+    """What a run learns from, as far as two of them have to agree for their losses to compare."""
+
+    unit: str
+    tokenizer: str  # a digest
+    corpus: str
+    val_fraction: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +53,7 @@ class RunRecord:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     earlier: list[Earlier] = dataclasses.field(default_factory=list)
     switch: Switch | None = None
+    text: LearntText | None = None
 
     @property
     def title(self) -> str:
@@ -72,7 +84,7 @@ def read_run(path: Path) -> RunRecord:
         raise TraceError(
             f"{path}: its steps have no time, or no memory was looked at. Record again."
         )
-    is_run = folder.config_file.exists()
+    config = folder.read_config() if folder.config_file.exists() else None
     metrics = folder.metrics()
     if not (traces or metrics):
         raise OptionError(
@@ -81,14 +93,21 @@ def read_run(path: Path) -> RunRecord:
         )
     return RunRecord(
         path.resolve().name,
-        folder.read_config() if is_run else None,
+        config,
         metrics,
         folder.read_summary(),
         traces,
-        folder.read_facts() if is_run else {},
-        folder.read_earlier() if is_run else [],
+        folder.read_facts() if config else {},
+        folder.read_earlier() if config else [],
         _read_switch(path / "compare.json"),
+        _text_of(folder, config) if config else None,
     )
+
+
+def _text_of(folder: RunFolder, config: TrainConfig) -> LearntText:
+    file = folder.tokenizer_folder / TOKENIZER
+    tokenizer = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+    return LearntText(config.unit, tokenizer, folder.read_fingerprint(), config.val_fraction)
 
 
 def _read_switch(path: Path) -> Switch | None:
