@@ -235,6 +235,9 @@ def test_finetune_stands_for_model_weights_and_tokenizer_of_a_folder(
         fine_tuning({"finetune": str(run)})
     with pytest.raises(OptionError, match="hf download org/name --local-dir name"):
         fine_tuning({"finetune": "org/name"})
+    for name in ("config.json", "model.safetensors"):
+        with pytest.raises(OptionError, match=r"is a file\. Name its folder: --finetune mine"):
+            fine_tuning({"finetune": f"mine/{name}"})
 
 
 def test_weights_that_are_not_used_are_said(tmp_path: Path) -> None:
@@ -255,6 +258,11 @@ def test_what_is_on_a_hub_is_not_looked_for_there(
     (tmp_path / "here").mkdir()
     for options, hint in (
         (("--model", "org/a-1.5"), "`hf download org/a-1.5 --local-dir a-1.5`"),
+        (("--finetune", "gpt2-xl"), "`hf download gpt2-xl --local-dir gpt2-xl`"),
+        (("--init-from", "gpt2-xl"), "for --finetune gpt2-xl"),
+        (("--finetune", "gpt2-xl/"), ""),
+        (("--finetune", "model.safetensors"), ""),
+        (("--tokenizer", "tokenizer.json"), ""),
         (("--tokenizer", "org/a"), "`hf download org/a --local-dir a`"),
         (("--data", "org/a"), "`hf download org/a --repo-type dataset --local-dir a`"),
         (("--model", "here/gone"), ""),

@@ -427,8 +427,10 @@ def is_path(model: str) -> bool:
 
 def how_to_get(name: str, kind: str = "model") -> str:
     """Say how to get what looks like a name on Hugging Face's hub and is not here; else "". Begins with a space."""
-    owner, _, last = name.partition("/")
-    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) or Path(owner).exists():
+    owner, _, last = name.rpartition("/")
+    pattern = r"(\w[\w.-]*/)?[\w.-]+" if kind == "model" else r"\w[\w.-]*/[\w.-]+"
+    is_file = Path(name).suffix in (".json", ".safetensors", ".bin", ".toml")
+    if not re.fullmatch(pattern, name) or is_file or Path(owner or name).exists():
         return ""
     if kind == "model":
         command, then = f"hf download {name} --local-dir {last}", f"--finetune {last}"

@@ -129,8 +129,7 @@ def fine_tuning(options: Mapping[str, Any]) -> dict[str, Any]:
     if folder is None:
         return given
     path, where = Path(folder), f"--finetune {folder}"
-    if not path.is_dir():
-        raise OptionError(f"{where}: is no folder.{how_to_get(folder)}")
+    _check_folder(path, folder, "--finetune")
     if is_run(path):
         raise OptionError(
             f"{where}: is a run of fullshard train. To begin with its weights, with its options: --config {folder} "
@@ -159,6 +158,14 @@ def fine_tuning(options: Mapping[str, Any]) -> dict[str, Any]:
         )
     _check_safetensors(path, where)
     return given | {"model": as_size_or_path(folder), "init_from": folder}
+
+
+def _check_folder(path: Path, given: str, option: str) -> None:
+    """Raise OptionError for what is no folder. given: the path, as it was typed."""
+    if path.is_file():
+        raise OptionError(f"{option} {given}: is a file. Name its folder: {option} {path.parent}")
+    if not path.is_dir():
+        raise OptionError(f"{option} {given}: is no folder.{how_to_get(given)}")
 
 
 def _check_safetensors(path: Path, where: str) -> None:
@@ -213,8 +220,7 @@ def check_initial_weights(config: TrainConfig, blueprint: Blueprint) -> None:
     """Raise OptionError if there is nothing in the folder of --init-from, or it is another model."""
     path = Path(config.init_from)
     where = f"--init-from {path}"
-    if not path.is_dir():
-        raise OptionError(f"{where}: is no folder.{how_to_get(config.init_from)}")
+    _check_folder(path, config.init_from, "--init-from")
     if is_run(path):
         other = RunFolder(path).read_config()
         if not blueprint.is_same(blueprint_of(other, RunFolder(path))):
