@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, dumps
 from fullshard.tools import cli, commands, job
-from fullshard.tools.config import OptionError, TrainConfig, with_defaults
+from fullshard.tools.config import OptionError, TrainConfig, lower_lr, with_defaults
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import check_local_ranks, new_job, resumed_job, what_begins
 from fullshard.tools.run_folder import RunFolder
@@ -160,6 +161,22 @@ def test_what_is_not_typed_depends_on_the_model_and_the_number_of_steps(
     assert with_defaults({"lr": 1e-2, "min_lr": 0.0})["min_lr"] == 0
     assert chosen(model="tiny", steps=50) == (50, 8, 1e-2, 5)
     assert chosen(model="tiny", steps=50, lr=1e-3, warmup=40) == (50, 8, 1e-3, 40)
+
+
+@pytest.mark.parametrize(
+    ("options", "proposed"),
+    [
+        ({"lr": 3e-3}, 1e-3),
+        ({"lr": 1e6}, 2e-3),
+        ({"lr": 1e6, "model": "tiny"}, 1e-2),
+        ({"lr": 1e6, "model": "./llama", "init_from": "llama"}, 2e-5),
+        ({"lr": 3e-5, "min_lr": 0, "model": "./llama", "init_from": "llama"}, 1e-5),
+    ],
+)
+def test_a_lower_learning_rate_is_proposed_that_others_have_learnt_with(
+    options: dict[str, Any], proposed: float
+) -> None:
+    assert lower_lr(TrainConfig(**options)) == pytest.approx(proposed)
 
 
 def test_epochs_are_counted_in_steps(text: Path, tmp_path: Path) -> None:

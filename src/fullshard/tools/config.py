@@ -408,6 +408,12 @@ def with_defaults(options: dict[str, Any]) -> dict[str, Any]:
     return filled
 
 
+def lower_lr(config: TrainConfig) -> float:
+    """Return a learning rate to try where that of a run was too high: a third, and no more than its default."""
+    default = with_defaults({"model": config.model, "init_from": config.init_from})["lr"]
+    return float(min(config.lr / 3, default))
+
+
 def as_size_or_path(model: str) -> str:
     """Return a name of a size (10M is 10m), or a path that is seen to be one even where it is not there any more."""
     if model.lower() in SIZES and not is_path(model):
