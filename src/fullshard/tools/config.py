@@ -521,8 +521,21 @@ def _read(path: Path) -> Mapping[str, Any]:
         return _toml(text, refuse)
     fields: dict[str, Any] = parse_json(text, dict[str, Any], refuse)
     if "options" in fields:
-        return dict(as_typed(fields["options"], dict[str, Any], refuse))
+        return _without_derived(as_typed(fields["options"], dict[str, Any], refuse))
     return fields
+
+
+def _without_derived(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's options without what follows from others of them, and is to follow from what is typed instead."""
+    kept = dict(options)
+    for name in ("steps", "batch", "lr", "warmup", "min_lr"):
+        if all(type(options.get(each)) in (int, float) for each in ("steps", "lr", name)):
+            derived = with_defaults({**options, name: None})[name]
+            kept = {key: value for key, value in kept.items() if (key, value) != (name, derived)}
+    is_of_bytes = not options.get("tokenizer") and options.get("vocab_size") == 256
+    if is_of_bytes or options.get("model") not in SIZES:  # else somebody may have asked for more
+        kept.pop("vocab_size", None)
+    return kept
 
 
 def _toml(text: str, refuse: Refuse) -> dict[str, Any]:
