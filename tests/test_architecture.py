@@ -343,8 +343,8 @@ _MOST_LINES = {
     "peers": 3260,
     "plan": 1540,
     "state": 3270,
-    "tools": 16190,
-    "top": 2020,
+    "tools": 16199,
+    "top": 2028,
     "watch": 1460,
 }
 

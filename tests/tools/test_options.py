@@ -16,7 +16,7 @@ from fullshard.checkpoint.manifest import MANIFEST, Manifest, dumps
 from fullshard.tools import cli, commands, job
 from fullshard.tools.config import OptionError, TrainConfig, lower_lr, with_defaults
 from fullshard.tools.exits import Exit
-from fullshard.tools.job import check_local_ranks, new_job, resumed_job, what_begins
+from fullshard.tools.job import check_local_ranks, crowding, new_job, resumed_job, what_begins
 from fullshard.tools.run_folder import RunFolder
 
 
@@ -108,6 +108,15 @@ def test_a_rank_under_torchrun_refuses_another_number_of_ranks(
     monkeypatch.setenv("MASTER_PORT", "1")
     said = refused("--data", str(text), "--seq", "8", "--ranks", "3")
     assert "torchrun has started 4 ranks" in said
+
+
+def test_more_ranks_than_cores_are_said_to_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "num_cores", lambda: 2)
+    config = TrainConfig(ranks=10)
+    assert "10 ranks share 2 cores" in crowding(config, None)
+    assert not crowding(config, 2)  # of several hosts
+    assert not crowding(TrainConfig(ranks=2), None)
+    assert not crowding(TrainConfig(ranks=10, device="cuda"), None)
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import fullshard
-from fullshard.local_ranks import num_gpus
+from fullshard.local_ranks import num_cores, num_gpus
 from fullshard.models.blueprints import (
     Blueprint,
     ConfiguredBlueprint,
@@ -302,6 +302,17 @@ def what_begins(job: Job) -> str:
 def default_local_ranks() -> int:
     """Return how many ranks this machine is given by itself: one per GPU, or two on the CPU."""
     return num_gpus() or _DEFAULT_CPU_RANKS
+
+
+def crowding(config: TrainConfig, local_ranks: int | None) -> str:
+    """Say what more ranks on this host than cores cost, in a line; else "". local_ranks: None for all of them."""
+    ranks, cores = local_ranks or config.ranks, num_cores()
+    if config.device != "cpu" or ranks <= cores:
+        return ""
+    return (
+        f"warning: {ranks} ranks share {cores} core{'s' if cores > 1 else ''}: they take turns, so a sequence takes longer than on "
+        f"{cores}, and each rank has memory of its own"
+    )
 
 
 def check_local_ranks(device: str, ranks: int) -> None:
