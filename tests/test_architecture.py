@@ -338,14 +338,14 @@ _MOST_LINES = {
     "launching": 675,
     "live": 910,
     "migrate": 920,
-    "models": 1130,
+    "models": 1172,
     "optim": 830,
     "peers": 3276,
     "plan": 1540,
     "state": 3270,
-    "tools": 16073,
-    "top": 2036,
-    "watch": 1465,
+    "tools": 16199,
+    "top": 2028,
+    "watch": 1460,
 }
 
 

@@ -20,11 +20,15 @@ def threads_for(ranks: int, environment: Mapping[str, str]) -> int:
     """Share this machine's cores among its ranks, unless OMP_NUM_THREADS says otherwise."""
     if "OMP_NUM_THREADS" in environment:
         return max(1, int(environment["OMP_NUM_THREADS"]))
+    return max(1, num_cores() // ranks)
+
+
+def num_cores() -> int:
+    """Count the cores that this process may run on."""
     try:
-        cores = len(os.sched_getaffinity(0))
+        return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
-        cores = os.cpu_count() or 1
-    return max(1, cores // ranks)
+        return os.cpu_count() or 1
 
 
 def num_gpus() -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from fullshard.tools import cli, commands
-from fullshard.tools.config import OptionError, read_options
+from fullshard.tools.config import OptionError, TrainConfig, read_options, with_defaults
 from fullshard.tools.exits import Exit
+from fullshard.tools.run_folder import RunFolder
 
 KNOWN = ("grad_accum", "data", "lr", "model", "steps", "tie_embeddings")
 
@@ -65,6 +67,35 @@ def test_a_run_s_folder_is_a_file_too(tmp_path: Path, typed: list[commands.Typed
         found = typed.pop().given
         assert [found[n] for n in ("model", "steps", "data", "seed")] == ["35m", 7, ("x",), 4]
         assert "log" not in found
+
+
+@pytest.mark.parametrize(
+    ("had", "words", "expected"),
+    [
+        ({}, ["--lr", "1e-9"], {"lr": 1e-9, "min_lr": 1e-10}),
+        ({"min_lr": 1e-5}, ["--lr", "1e-3"], {"min_lr": 1e-5}),
+        ({}, ["--steps", "50"], {"warmup": 5}),
+        ({"warmup": 40}, ["--steps", "50"], {"warmup": 40}),
+        ({}, ["--model", "tiny"], {"lr": 1e-2, "batch": 8, "steps": 400}),
+        ({"batch": 3}, ["--model", "tiny"], {"batch": 3}),
+        ({}, ["--seed", "1"], {"lr": 2e-3, "min_lr": 1e-4, "batch": 2, "steps": 350}),
+        ({"vocab_size": 300}, [], {"vocab_size": 300}),
+        ({"vocab_size": 600, "model": "./llama"}, [], {"vocab_size": None}),
+        ({}, ["--tokenizer", "t"], {"vocab_size": None}),
+    ],
+)
+def test_what_followed_from_options_of_a_run_follows_from_those_typed(
+    tmp_path: Path,
+    typed: list[commands.Typed],
+    had: dict[str, Any],
+    words: list[str],
+    expected: dict[str, Any],
+) -> None:
+    RunFolder(tmp_path).start(TrainConfig(**had), fingerprint="", done=0)
+    result = CliRunner().invoke(cli.app, ["train", "--config", str(tmp_path), *words])
+    assert result.exit_code == 0, result.output
+    found = with_defaults(typed[0].given)
+    assert {name: found.get(name) for name in expected} == pytest.approx(expected)
 
 
 def test_what_is_typed_replaces_all_that_says_otherwise(

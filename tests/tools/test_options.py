@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ from typer.testing import CliRunner, Result
 
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, dumps
 from fullshard.tools import cli, commands, job
-from fullshard.tools.config import OptionError, TrainConfig, with_defaults
+from fullshard.tools.config import OptionError, TrainConfig, lower_lr, with_defaults
 from fullshard.tools.exits import Exit
-from fullshard.tools.job import check_local_ranks, new_job, resumed_job
+from fullshard.tools.job import check_local_ranks, crowding, new_job, resumed_job, what_begins
 from fullshard.tools.run_folder import RunFolder
 
 
@@ -110,6 +111,15 @@ def test_a_rank_under_torchrun_refuses_another_number_of_ranks(
     assert "torchrun has started 4 ranks" in said
 
 
+def test_more_ranks_than_cores_are_said_to_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "num_cores", lambda: 2)
+    config = TrainConfig(ranks=10)
+    assert "10 ranks share 2 cores" in crowding(config, None)
+    assert not crowding(config, 2)  # of several hosts
+    assert not crowding(TrainConfig(ranks=2), None)
+    assert not crowding(TrainConfig(ranks=10, device="cuda"), None)
+
+
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _have(monkeypatch, "cuda", available=True)
     with pytest.raises(
@@ -161,6 +171,22 @@ def test_what_is_not_typed_depends_on_the_model_and_the_number_of_steps(
     assert with_defaults({"lr": 1e-2, "min_lr": 0.0})["min_lr"] == 0
     assert chosen(model="tiny", steps=50) == (50, 8, 1e-2, 5)
     assert chosen(model="tiny", steps=50, lr=1e-3, warmup=40) == (50, 8, 1e-3, 40)
+
+
+@pytest.mark.parametrize(
+    ("options", "proposed"),
+    [
+        ({"lr": 3e-3}, 1e-3),
+        ({"lr": 1e6}, 2e-3),
+        ({"lr": 1e6, "model": "tiny"}, 1e-2),
+        ({"lr": 1e6, "model": "./llama", "init_from": "llama"}, 2e-5),
+        ({"lr": 3e-5, "min_lr": 0, "model": "./llama", "init_from": "llama"}, 1e-5),
+    ],
+)
+def test_a_lower_learning_rate_is_proposed_that_others_have_learnt_with(
+    options: dict[str, Any], proposed: float
+) -> None:
+    assert lower_lr(TrainConfig(**options)) == pytest.approx(proposed)
 
 
 def test_epochs_are_counted_in_steps(text: Path, tmp_path: Path) -> None:
@@ -254,8 +280,35 @@ class TestResume:
 
     def test_ranks_and_batch_may_change_together(self, folder: RunFolder) -> None:
         assert resumed_job(folder.path, {"ranks": 1, "batch": 4}).config.global_batch == 4
-        with pytest.raises(OptionError, match=r"1 x 2 x 1 = 2 .* started with 2 x 2 x 1 = 4"):
-            resumed_job(folder.path, {"ranks": 1})
+        for changes, what_fits in (
+            ({"ranks": 1, "batch": 2}, "= 2 .* x 1 = 4. Give --batch 4 or --grad-accum 2,"),
+            ({"ranks": 4, "grad_accum": 1}, "= 8 .* Give --batch 1, or leave out"),
+            ({"ranks": 4, "batch": 3, "grad_accum": 3}, "= 36 .* Rather leave out"),
+            ({"ranks": 3}, r"3 ranks cannot share 4 evenly. --ranks that can: 1, 2, 4\."),
+        ):
+            with pytest.raises(OptionError, match=what_fits):
+                resumed_job(folder.path, changes)
+
+    @pytest.mark.parametrize(
+        ("shared", "ranks", "expected"),
+        [
+            ((2, 2, 1), 1, (2, 2)),
+            ((2, 2, 1), 4, (1, 1)),
+            ((2, 3, 2), 3, (2, 2)),
+            ((4, 8, 1), 2, (8, 2)),
+        ],
+    )
+    def test_another_number_of_ranks_shares_the_same_sequences(
+        self, folder: RunFolder, shared: tuple[int, int, int], ranks: int, expected: tuple[int, int]
+    ) -> None:
+        ours = dict(zip(("ranks", "batch", "grad_accum"), shared, strict=True))
+        fields = json.loads(folder.config_file.read_text())
+        fields["options"] |= ours
+        folder.config_file.write_text(json.dumps(fields))
+        assert what_begins(resumed_job(folder.path, {})) == ""
+        job = resumed_job(folder.path, {"ranks": ranks})
+        assert (job.config.batch, job.config.grad_accum) == expected
+        assert f"--batch {expected[0]} x --grad-accum {expected[1]}" in what_begins(job)
 
     def test_repeating_an_option_of_the_run_is_fine(self, folder: RunFolder) -> None:
         assert resumed_job(folder.path, {"seq": 16, "dtype": "auto", "ranks": None}).done == 20

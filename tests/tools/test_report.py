@@ -27,6 +27,8 @@ from fullshard.tools.report import (
     FOLLOW_S,
     _missing_trace,
     compare,
+    comparison_lines,
+    markdown,
     metrics_of,
     write_comparison,
     write_report,
@@ -402,6 +404,10 @@ def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
     rows = {row["name"]: row for row in found["rows"]}
     assert rows["tokens_per_second"]["values"] == [100, 200]
     assert rows["tokens_per_second"]["ratios"] == [1, 2]
+    assert rows["tokens_per_second"]["changes"] == ["same", "2.0 x as much"]
+    rows = {row["name"]: row for row in compare([second, first])["rows"]}
+    assert rows["tokens_per_second"]["changes"] == ["same", "50 % less"]
+    rows = {row["name"]: row for row in found["rows"]}
     assert rows["exposed_share"]["values"][0] is None  # was not traced
     assert (rows["tokens_per_second"]["better"], rows["loss"]["better"]) == ("higher", "lower")
     parts = {row["name"]: row["values"] for row in compare([second, second])["parts"]}
@@ -416,25 +422,53 @@ def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
     assert [run["name"] for run in page.data["runs"]] == ["a", "b"]
 
 
-def test_losses_for_bytes_and_for_tokens_are_not_compared(tmp_path: Path) -> None:
-    first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b")
-    folder = RunFolder(second)
-    metrics = folder.metrics()
-    folder.start(TrainConfig(tokenizer="tokenizer.json"), fingerprint="text", done=0)
-    for entry in metrics:
-        folder.add_metrics(entry)
-    found = compare([first, second])
-    assert found["note"] == "Losses are in nats/byte and nats/token, which do not compare."
-    page = write_comparison([first, second], tmp_path / "both.html").read_text()
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        ({}, {"tokenizer": "t.json"}, "in nats per token, and those per byte"),
+        ({"tokenizer": "t.json"}, {"tokenizer": "other.json"}, "another tokenizer"),
+        ({}, {"fingerprint": "other"}, "other text"),
+        ({"val_fraction": 0.1}, {"val_fraction": 0.2}, "another part"),
+        ({"tokenizer": "t.json"}, {"tokenizer": "t.json", "lr": 1e-3, "model": "tiny"}, ""),
+    ],
+    ids=["bytes", "tokenizers", "text", "held out", "alike"],
+)
+def test_losses_of_other_tokens_or_text_are_not_compared(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], why: str
+) -> None:
+    paths = [make_run(tmp_path / name) for name in ("a", "b")]
+    for number, (path, options) in enumerate(zip(paths, (first, second), strict=True)):
+        given = {"fingerprint": "text", **options}
+        fingerprint = given.pop("fingerprint")
+        folder = RunFolder(path)
+        metrics = folder.metrics()
+        facts = gather_facts(
+            num_parameters=1000 * (1 + number), flops_per_token=None, device=torch.device("cpu")
+        )
+        files = {"tokenizer.json": options.get("tokenizer", "").encode()}
+        folder.start(
+            TrainConfig(**given), fingerprint=fingerprint, done=0, facts=facts, tokenizer=files
+        )
+        for entry in metrics:
+            folder.add_metrics({**entry, "val_loss": 2 * entry["loss"] + number})
+    found = compare(paths)
+    assert why in found["note"]
+    assert ("Losses" in found["note"]) == bool(why)
+    assert "differ in size: a 1,000, b 2,000 parameters" in found["note"]
+    page = write_comparison(paths, tmp_path / "both.html").read_text()
     assert found["note"] in page
-    assert "Bytes or tokens per second" in Page(page).headings
-    assert compare([first, first])["note"] == ""
+    assert ("Bytes or tokens per second" in Page(page).headings) == why.startswith("in nats")
+    assert found["note"] in markdown(paths)
+    assert found["note"] in " ".join(comparison_lines(paths))
+    assert compare([paths[0]] * 2)["note"] == ""
     rows = {row["name"]: row for row in found["rows"]}
-    loss = f"{rows['loss']['values'][0]:.3f}"
-    assert rows["loss"]["texts"] == [f"{loss} nats/byte", f"{loss} nats/token"]
-    assert rows["loss"]["ratios"] == [1, None]
-    assert rows["tokens_per_second"]["ratios"] == [1, None]
-    assert rows["step_seconds"]["ratios"] == [1, 1]
+    for name in ("loss", "val_loss"):
+        assert (rows[name]["ratios"][1] is None) == (rows[name]["changes"][1] == "") == bool(why)
+    assert rows["step_seconds"]["changes"] == ["same", "same"]
+    if why.startswith("in nats"):
+        loss = f"{rows['loss']['values'][0]:.3f}"
+        assert rows["loss"]["texts"] == [f"{loss} nats/byte", f"{loss} nats/token"]
+        assert rows["tokens_per_second"]["ratios"] == [1, None]
 
 
 def test_the_folder_above_runs_names_the_newest(tmp_path: Path) -> None:
@@ -458,7 +492,7 @@ def test_the_command_compares_several_runs(tmp_path: Path, monkeypatch: pytest.M
     done = CliRunner().invoke(cli.app, ["report", *runs, "--json"])
     assert json.loads(done.output)["name"] == " and ".join(runs)  # both are called run
     done = CliRunner().invoke(cli.app, ["report", *runs, "--md"])
-    assert "| Speed | 100 bytes/s | 100 bytes/s (1.00x) |" in done.output
+    assert "| Speed | 100 bytes/s | 100 bytes/s (same) |" in done.output
     done = CliRunner().invoke(cli.app, ["report", *runs * 5])
     assert done.exit_code == Exit.USAGE
     assert "10 runs are too many" in done.output

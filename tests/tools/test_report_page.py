@@ -138,8 +138,8 @@ def test_a_comparison_says_which_is_better_and_at_each_value_of_which_run(tmp_pa
         folder.add_metrics(entry | changed)
     page = write_comparison(paths, tmp_path / "both.html").read_text()
     rows = {row.partition("<h2>")[2].partition("<")[0]: row for row in page.split("<tr>")}
-    assert re.search('class="good">2.00. better<', rows["Speed"])
-    assert re.search('class="bad">2.00. worse<', rows["Loss"])
+    assert re.search('class="good">2.0 x as much, better<', rows["Speed"])
+    assert re.search('class="bad">2.0 x as much, worse<', rows["Loss"])
     assert "<em>same</em>" in rows["Step"]
     assert re.findall(r"</i>(\w+)</span>", rows["Speed"]) == ["a", "b"]
     assert {"Where a recorded step goes", "Memory of tensors at the peak"} <= set(

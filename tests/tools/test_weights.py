@@ -178,6 +178,11 @@ def test_weights_of_another_model_are_refused_before_any_rank_starts(
     assert "hidden_size is 64, and 384 here" in refused(other)
     assert "tie_word_embeddings is False" in refused(other, "--model", "tiny", "--tie-embeddings")
     assert "tie_word" not in refused(other, "--model", "10m")
+    assert "holds no weights" in refused(other, "--model", "tiny")
+    fullshard.export_hf(_model(tied=True), other, config=fields, overwrite=True)
+    said = refused(other, "--model", "tiny")
+    assert f"--init-from {other}: its weights are not of" in said
+    assert "lack 1 of its tensors (lm_head.weight)" in said
 
 
 def _hugging_face(folder: Path, **fields: object) -> Path:
@@ -230,6 +235,9 @@ def test_finetune_stands_for_model_weights_and_tokenizer_of_a_folder(
         fine_tuning({"finetune": str(run)})
     with pytest.raises(OptionError, match="hf download org/name --local-dir name"):
         fine_tuning({"finetune": "org/name"})
+    for name in ("config.json", "model.safetensors"):
+        with pytest.raises(OptionError, match=r"is a file\. Name its folder: --finetune mine"):
+            fine_tuning({"finetune": f"mine/{name}"})
 
 
 def test_weights_that_are_not_used_are_said(tmp_path: Path) -> None:
@@ -250,6 +258,11 @@ def test_what_is_on_a_hub_is_not_looked_for_there(
     (tmp_path / "here").mkdir()
     for options, hint in (
         (("--model", "org/a-1.5"), "`hf download org/a-1.5 --local-dir a-1.5`"),
+        (("--finetune", "gpt2-xl"), "`hf download gpt2-xl --local-dir gpt2-xl`"),
+        (("--init-from", "gpt2-xl"), "for --finetune gpt2-xl"),
+        (("--finetune", "gpt2-xl/"), ""),
+        (("--finetune", "model.safetensors"), ""),
+        (("--tokenizer", "tokenizer.json"), ""),
         (("--tokenizer", "org/a"), "`hf download org/a --local-dir a`"),
         (("--data", "org/a"), "`hf download org/a --repo-type dataset --local-dir a`"),
         (("--model", "here/gone"), ""),

@@ -7,7 +7,7 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,45 @@ class OwnModel:
 
 
 LanguageModel = OwnModel | ConfiguredModel
+
+
+_MOST_NAMED = 3  # of one kind of misfit
+
+
+def misfits(blueprint: Blueprint, shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Say in what tensors of files are not those of a model, of which no memory is made.
+
+    shapes: by name. Of tied parameters the files need one name, and buffers that the model computes none.
+    Raises as `build` does.
+    """
+    if isinstance(blueprint, LlamaConfig):
+        with torch.device("meta"):
+            model: nn.Module = Llama(blueprint)
+    else:
+        model = build_from_config(blueprint.fields, seed=0)
+    names: dict[int, list[str]] = {}
+    own = model.state_dict(keep_vars=True)
+    for name, tensor in own.items():
+        names.setdefault(id(tensor), []).append(name)
+    missing = [tied[0] for tied in names.values() if not shapes.keys() & set(tied)]
+    computed = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    others = [name for name in shapes if name not in own and name not in computed]
+    differing = [
+        f"{name} is {tuple(shape)} there, and {tuple(own[name].shape)} in the model"
+        for name, shape in shapes.items()
+        if name in own and tuple(shape) != tuple(own[name].shape)
+    ]
+    return [
+        *_counted("they lack {} of its tensors", missing),
+        *_counted("they have {} that it has not", others),
+        *_counted("{} have other sizes", differing),
+    ]
+
+
+def _counted(said: str, names: Sequence[str]) -> Iterator[str]:
+    if names:
+        more = ", ..." if len(names) > _MOST_NAMED else ""
+        yield f"{said.format(len(names))} ({', '.join(names[:_MOST_NAMED])}{more})"
 
 
 def build(

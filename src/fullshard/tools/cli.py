@@ -303,6 +303,7 @@ def export(
     """
     from fullshard.tools.progress import Copying
     from fullshard.tools.text.tokenizer import FILE as TOKENIZER
+    from fullshard.tools.text.tokenizer import how_transformers_differs
     from fullshard.tools.weights import export_run
 
     try:
@@ -320,12 +321,14 @@ def export(
     except CheckpointError as error:
         print(f"fullshard export: {error}", file=sys.stderr)
         raise typer.Exit(Exit.FAILED) from None
+    has_tokenizer = (hf / TOKENIZER).is_file()
+    if has_tokenizer and (warning := how_transformers_differs(hf)):
+        print(warning, file=sys.stderr)
     if as_json:
         fields = {"checkpoint": str(checkpoint), "out": str(exported.path)}
         numbers = {"nbytes": exported.nbytes, "num_tensors": exported.num_tensors}
         print(json_text({**fields, "files": exported.files, **numbers}))
     else:
-        has_tokenizer = (hf / TOKENIZER).is_file()
         beside = "with its tokenizer" if has_tokenizer else "no tokenizer, as tokens are bytes"
         print(f"{exported.path}: {exported.num_tensors} tensors of {checkpoint}; {beside}")
 

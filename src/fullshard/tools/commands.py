@@ -17,13 +17,14 @@ from fullshard.tools.job import (
     Job,
     NothingLeftError,
     check_local_ranks,
+    crowding,
     new_job,
     restarted_job,
     resumed_job,
+    what_begins,
 )
 from fullshard.tools.launch import Ending, Place, launch, launch_forks, may_fork, place_in
 from fullshard.tools.progress import before_first_step, say
-from fullshard.tools.weights import what_it_begins_with
 
 
 class Typed(NamedTuple):
@@ -43,9 +44,10 @@ def train(typed: Typed, environment: Mapping[str, str], *, as_json: bool) -> Exi
     try:
         place = place_in(environment)
         job = _job(typed, place)
-        note = "" if job.checkpoint else what_it_begins_with(job.config, job.tokenizer)
-        if note and (place is None or (place.rank == 0 and place.launcher_pid is None)):
-            say(note)
+        notes = (what_begins(job), crowding(job.config, place.num_local_ranks if place else None))
+        if place is None or (place.rank == 0 and place.launcher_pid is None):
+            for note in filter(None, notes):
+                say(note)
         if place is None:
             check_local_ranks(job.config.device, job.config.ranks)
             if (ending := _launch(job, typed, environment)) is not None:

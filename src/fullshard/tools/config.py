@@ -31,6 +31,8 @@ DEFAULT_CACHE = Path("~/.cache/fullshard")
 """Where tokens of texts are kept, for runs to come."""
 
 
+_MOST_RANKS = 4096  # that are proposed
+
 # Of a TOML file.
 _MOST_NBYTES = 16 << 20
 _MOST_DOTS = 1000
@@ -66,7 +68,7 @@ class TrainConfig:
 
     Of a field, least: the smallest value. may_change: whether a resumed run may have another value without
     becoming another run; ranks, batch and accumulation may change together as long as their product, the
-    sequences of a step, stays.
+    sequences of a step, stays, and the latter two follow from another number of ranks.
     """
 
     data: tuple[str, ...] = option_field(
@@ -343,15 +345,43 @@ class TrainConfig:
                 f"--resume: this run was started with other options: {fixed}. Leave them out to "
                 "continue it, or start a new run with another --out."
             )
+        if "ranks" in differing and not {"batch", "grad_accum"} & changes.keys():
+            differing |= self._shared_by(differing["ranks"])
         merged = dataclasses.replace(self, **differing)
         if merged.global_batch != self.global_batch:
             raise OptionError(
                 f"--resume: ranks x batch x grad-accum is {merged.ranks} x {merged.batch} x "
                 f"{merged.grad_accum} = {merged.global_batch} sequences a step, but the run was "
                 f"started with {self.ranks} x {self.batch} x {self.grad_accum} = "
-                f"{self.global_batch}. Keep the product, for example with another --batch."
+                f"{self.global_batch}. {self._what_fits(merged)}"
             )
         return merged
+
+    def _shared_by(self, ranks: int) -> dict[str, int]:
+        """Return how another number of ranks shares a step: no rank computes more at once than it does now."""
+        own, rest = divmod(self.global_batch, max(1, ranks))
+        if rest or not own:
+            return {}
+        batch = max(n for n in range(1, min(self.batch, own) + 1) if own % n == 0)
+        return {"batch": batch, "grad_accum": own // batch}
+
+    def _what_fits(self, merged: "TrainConfig") -> str:
+        """Say which of the options that share a step would keep its sequences."""
+        total = self.global_batch
+        if total % merged.ranks:
+            ranks = range(1, min(total, _MOST_RANKS) + 1)
+            numbers = ", ".join(str(n) for n in ranks if total % n == 0)
+            return f"{merged.ranks} ranks cannot share {total} evenly. --ranks that can: {numbers}."
+        fitting = [
+            f"{_flag(name)} {total // others}"
+            for name, others in (
+                ("batch", merged.ranks * merged.grad_accum),
+                ("grad_accum", merged.ranks * merged.batch),
+            )
+            if total % others == 0
+        ]
+        both = "leave out --batch and --grad-accum, which then follow from --ranks"
+        return f"Give {' or '.join(fitting)}, or {both}." if fitting else f"Rather {both}."
 
 
 def with_defaults(options: dict[str, Any]) -> dict[str, Any]:
@@ -378,6 +408,12 @@ def with_defaults(options: dict[str, Any]) -> dict[str, Any]:
     return filled
 
 
+def lower_lr(config: TrainConfig) -> float:
+    """Return a learning rate to try where that of a run was too high: a third, and no more than its default."""
+    default = with_defaults({"model": config.model, "init_from": config.init_from})["lr"]
+    return float(min(config.lr / 3, default))
+
+
 def as_size_or_path(model: str) -> str:
     """Return a name of a size (10M is 10m), or a path that is seen to be one even where it is not there any more."""
     if model.lower() in SIZES and not is_path(model):
@@ -397,8 +433,10 @@ def is_path(model: str) -> bool:
 
 def how_to_get(name: str, kind: str = "model") -> str:
     """Say how to get what looks like a name on Hugging Face's hub and is not here; else "". Begins with a space."""
-    owner, _, last = name.partition("/")
-    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) or Path(owner).exists():
+    owner, _, last = name.rpartition("/")
+    pattern = r"(\w[\w.-]*/)?[\w.-]+" if kind == "model" else r"\w[\w.-]*/[\w.-]+"
+    is_file = Path(name).suffix in (".json", ".safetensors", ".bin", ".toml")
+    if not re.fullmatch(pattern, name) or is_file or Path(owner or name).exists():
         return ""
     if kind == "model":
         command, then = f"hf download {name} --local-dir {last}", f"--finetune {last}"
@@ -483,8 +521,21 @@ def _read(path: Path) -> Mapping[str, Any]:
         return _toml(text, refuse)
     fields: dict[str, Any] = parse_json(text, dict[str, Any], refuse)
     if "options" in fields:
-        return dict(as_typed(fields["options"], dict[str, Any], refuse))
+        return _without_derived(as_typed(fields["options"], dict[str, Any], refuse))
     return fields
+
+
+def _without_derived(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's options without what follows from others of them, and is to follow from what is typed instead."""
+    kept = dict(options)
+    for name in ("steps", "batch", "lr", "warmup", "min_lr"):
+        if all(type(options.get(each)) in (int, float) for each in ("steps", "lr", name)):
+            derived = with_defaults({**options, name: None})[name]
+            kept = {key: value for key, value in kept.items() if (key, value) != (name, derived)}
+    is_of_bytes = not options.get("tokenizer") and options.get("vocab_size") == 256
+    if is_of_bytes or options.get("model") not in SIZES:  # else somebody may have asked for more
+        kept.pop("vocab_size", None)
+    return kept
 
 
 def _toml(text: str, refuse: Refuse) -> dict[str, Any]:

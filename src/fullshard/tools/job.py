@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import fullshard
-from fullshard.local_ranks import num_gpus
+from fullshard.local_ranks import num_cores, num_gpus
 from fullshard.models.blueprints import (
     Blueprint,
     ConfiguredBlueprint,
@@ -43,6 +43,7 @@ from fullshard.tools.weights import (
     has_weights,
     is_run,
     model_config,
+    what_it_begins_with,
     what_it_is,
 )
 
@@ -286,9 +287,33 @@ def restarted_job(
     return new_job(options, out, may_have_begun=True, cache=cache)
 
 
+def what_begins(job: Job) -> str:
+    """Say what may surprise of how a run begins or goes on, in a line or two; else ""."""
+    if job.checkpoint is None:
+        return what_it_begins_with(job.config, job.tokenizer)
+    new, old = job.config, job.folder.read_config()
+    if (new.ranks, new.batch, new.grad_accum) == (old.ranks, old.batch, old.grad_accum):
+        return ""
+    return (
+        f"a step takes {new.global_batch} sequences as before: {new.ranks} rank{'s' if new.ranks > 1 else ''} x --batch "
+        f"{new.batch} x --grad-accum {new.grad_accum} (was {old.ranks} x {old.batch} x {old.grad_accum})"
+    )
+
+
 def default_local_ranks() -> int:
     """Return how many ranks this machine is given by itself: one per GPU, or two on the CPU."""
     return num_gpus() or _DEFAULT_CPU_RANKS
+
+
+def crowding(config: TrainConfig, local_ranks: int | None) -> str:
+    """Say what more ranks on this host than cores cost, in a line; else "". local_ranks: None for all of them."""
+    ranks, cores = local_ranks or config.ranks, num_cores()
+    if config.device != "cpu" or ranks <= cores:
+        return ""
+    return (
+        f"warning: {ranks} ranks share {cores} core{'s' if cores > 1 else ''}: they take turns, so a sequence takes longer than on "
+        f"{cores}, and each rank has memory of its own"
+    )
 
 
 def check_local_ranks(device: str, ranks: int) -> None:

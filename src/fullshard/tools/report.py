@@ -7,9 +7,10 @@ RUN/report.html, RUN/trace.json, or Markdown, or lines on a terminal
 """
 
 import json
+import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -137,8 +138,9 @@ def _result(run: RunRecord) -> str:
 
 
 def comparison_lines(paths: Sequence[Path]) -> list[str]:
-    """Say in a line for each run what came out of it."""
-    return [_result(read_run(path)) for path in paths]
+    """Say in a line for each run what came out of it, and what does not compare."""
+    runs = [read_run(path) for path in paths]
+    return [*map(_result, runs), *_notes(runs, _names(runs, paths))]
 
 
 def markdown(paths: Sequence[Path]) -> str:
@@ -147,7 +149,7 @@ def markdown(paths: Sequence[Path]) -> str:
         found = compare(paths)
         names = [run["name"] for run in found["runs"]]
         heads, compared = ["", *names], [_compared(row) for row in found["rows"]]
-        text = [f"## {found['name']}", _table(heads, compared)]
+        text = [f"## {found['name']}", _table(heads, compared), *filter(None, [found["note"]])]
         for title, rows in (
             ("Where a recorded step goes, and its memory", map(_compared, found["parts"])),
             ("Options that differ", ([name, *each] for name, each in found["options"])),
@@ -184,10 +186,10 @@ def markdown(paths: Sequence[Path]) -> str:
 
 
 def _compared(row: dict[str, Any]) -> list[str]:
-    cells = zip(row["texts"], row["ratios"], strict=True)
+    cells = zip(row["texts"], row["changes"], strict=True)
     shown = [
-        f"{text} ({ratio:.2f}x)" if index and ratio is not None else text
-        for index, (text, ratio) in enumerate(cells)
+        f"{text} ({change})" if index and change else text
+        for index, (text, change) in enumerate(cells)
     ]
     return [row["label"], *shown]
 
@@ -218,33 +220,87 @@ def compare(paths: Sequence[Path]) -> dict[str, Any]:
     runs = [read_run(path) for path in paths]
     names = _names(runs, paths)
     found = [{figure.name: figure for figure in figures(run)} for run in runs]
-    units = {figure.unit for each in found if (figure := each.get("loss"))}
+    apart = {index for index, run in enumerate(runs) if _why_apart(runs[0], run)}
     drawn = [series(run) for run in runs]
     return {
         "name": " and ".join(names),
-        "note": f"Losses are in {' and '.join(sorted(units))}, which do not compare."
-        if len(units) > 1
-        else "",
+        "note": " ".join(_notes(runs, names)),
         "runs": [
             {"name": name, "path": str(path), "series": each}
             for name, path, each in zip(names, paths, drawn, strict=True)
         ],
         "units": sorted({f"{each['unit']}s" for each in drawn if each}),
-        "rows": _side_by_side(found),
+        "rows": _side_by_side(found, apart),
         "parts": _side_by_side([{part.name: part for part in parts(run)} for run in runs]),
         "options": _differing([dict(options(run)) for run in runs]),
         "about": _differing([dict(about(run)) for run in runs]),
     }
 
 
-def _side_by_side(found: Sequence[dict[str, Figure]]) -> list[dict[str, Any]]:
-    """Return a row for each figure, with what it is in each run, and relative to the first."""
+def _notes(runs: Sequence[RunRecord], names: Sequence[str]) -> list[str]:
+    """Say which losses do not compare with those of the first run, and why; and whether models differ in size."""
+    first, said = names[0], []
+    reasons = [_why_apart(runs[0], run) for run in runs]
+    for reason in filter(None, dict.fromkeys(reasons)):
+        others = [name for name, own in zip(names, reasons, strict=True) if own == reason]
+        said.append(
+            f"Losses of {' and '.join(others)} do not compare with those of {first}: {reason}."
+        )
+    sizes = [run.facts.get("num_parameters") for run in runs]
+    if len({*sizes}) > 1 and None not in sizes:
+        each = [f"{name} {size:,}" for name, size in zip(names, sizes, strict=True)]
+        said.append(f"The models differ in size: {', '.join(each)} parameters.")
+    return said
+
+
+def _why_apart(first: RunRecord, run: RunRecord) -> str:
+    """Say why losses of two runs do not compare; "" where they do."""
+    if first.config is None or run.config is None or first.text == run.text:
+        return ""
+    if first.config.unit != run.config.unit:
+        return f"they are in nats per {run.config.unit}, and those per {first.config.unit}"
+    if first.text and run.text and first.text.tokenizer != run.text.tokenizer:
+        return "tokens are of another tokenizer"
+    return "they are of other text, or of another part of it"
+
+
+def _change(ratio: float | None) -> str:
+    """Say how much a number is of another: 89 % less, 27 % more, 3.2 x as much; "" if that is not known."""
+    if ratio is None:
+        return ""
+    if ratio >= 2:
+        return f"{ratio:,.1f} x as much"
+    percent = f"{abs(100 * (ratio - 1)):.0f}"
+    return "same" if percent == "0" else f"{percent} % {'more' if ratio > 1 else 'less'}"
+
+
+_LOSSES = ("loss", "val_loss")
+
+
+def _side_by_side(
+    found: Sequence[dict[str, Figure]], apart: Collection[int] = ()
+) -> list[dict[str, Any]]:
+    """Return a row for each figure, with what it is in each run, and relative to the first.
+
+    apart: numbers of runs whose losses do not compare with it.
+    """
     rows = []
     for name in dict.fromkeys(name for each in found for name in each):
         known = next(each[name] for each in found if name in each)
         first = found[0].get(name)
         values = [each.get(name) for each in found]
         units = {value.unit for value in values if value}
+        ratios = [
+            value.value / first.value
+            if value
+            and first
+            and first.value
+            and value.unit == first.unit
+            and not (name in _LOSSES and index in apart)
+            and math.isfinite(value.value / first.value)
+            else None
+            for index, value in enumerate(values)
+        ]
         rows.append(
             {
                 "name": name,
@@ -254,13 +310,8 @@ def _side_by_side(found: Sequence[dict[str, Figure]]) -> list[dict[str, Any]]:
                 "better": known.better,
                 "texts": [_text(value, with_unit=len(units) > 1) for value in values],
                 "values": [value.value if value else None for value in values],
-                # Where both count the same.
-                "ratios": [
-                    value.value / first.value
-                    if value and first and first.value and value.unit == first.unit
-                    else None
-                    for value in values
-                ],
+                "ratios": ratios,
+                "changes": [_change(ratio) for ratio in ratios],
             }
         )
     return rows

@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from fullshard.tools.typed_program import has_module, split_program
+from fullshard.tools.typed_program import has_module, split_program, why_no_script
 
 _TRACED = (3, 5)
 # Of modules that import torch, for which a shell that completes options has no time.
@@ -53,8 +53,8 @@ def main(prog: str = "python -m fullshard.run", typed: Sequence[str] | None = No
     script = options.module or options.script
     if options.module is not None and not has_module(script):
         parser.error(f"-m {script}: there is no such module here.")
-    if options.module is None and not Path(script).is_file():
-        parser.error(f"{script}: there is no such file. For a module, write -m {script}.")
+    if options.module is None and (why := why_no_script(script, arguments)):
+        parser.error(f"{why} For a module, write -m {script}." if why.endswith("file.") else why)
     if options.trace is not None and options.engine == "torch":
         parser.error("--trace: fullshard's engine alone is traced; leave out --engine torch.")
     launcher = os.environ.get(_LAUNCHER_PID)

@@ -6,17 +6,19 @@ RUN/compare.json                                what `fullshard compare --out` w
 """
 
 import dataclasses
+import hashlib
 import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from fullshard.json_files import read_json
 from fullshard.plan.trace import RankTrace, TraceError, read_traces, trace_files
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.run_folder import Earlier, RunFolder, program
+from fullshard.tools.text.tokenizer import FILE as TOKENIZER
 from fullshard.tools.trace_metrics import common_steps, peaks, step_ns
 
 _MOST_RUNS = 3  # that a folder above them names
@@ -28,6 +30,15 @@ class Switch(TypedDict):
     verdict: str
     rows: list[list[str]]
     notes: list[str]
+
+
+class LearntText(NamedTuple):
+    """What a run learns from, as far as two of them have to agree for their losses to compare."""
+
+    unit: str
+    tokenizer: str  # a digest
+    corpus: str
+    val_fraction: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +56,7 @@ class RunRecord:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     earlier: list[Earlier] = dataclasses.field(default_factory=list)
     switch: Switch | None = None
+    text: LearntText | None = None
 
     @property
     def title(self) -> str:
@@ -76,7 +88,7 @@ def read_run(path: Path) -> RunRecord:
         raise TraceError(
             f"{path}: its steps have no time, or no memory was looked at. Record again."
         )
-    is_run = folder.config_file.exists()
+    config = folder.read_config() if folder.config_file.exists() else None
     metrics = folder.metrics()
     if not (traces or metrics):
         raise OptionError(
@@ -85,13 +97,14 @@ def read_run(path: Path) -> RunRecord:
         )
     return RunRecord(
         path.resolve().name,
-        folder.read_config() if is_run else None,
+        config,
         metrics,
         folder.read_summary(),
         traces,
-        folder.read_facts() if is_run else {},
-        folder.read_earlier() if is_run else [],
+        folder.read_facts() if config else {},
+        folder.read_earlier() if config else [],
         _read_switch(path / "compare.json"),
+        _text_of(folder, config) if config else None,
     )
 
 
@@ -105,6 +118,12 @@ def runs_in(path: Path) -> str:
     runs = sorted(filter(written, map(RunFolder, path.iterdir())), key=written, reverse=True)
     commands = [f"{program()} report {shlex.quote(str(run.path))}" for run in runs[:_MOST_RUNS]]
     return "\n    ".join(["\nThe newest runs in it:", *commands]) if commands else ""
+
+
+def _text_of(folder: RunFolder, config: TrainConfig) -> LearntText:
+    file = folder.tokenizer_folder / TOKENIZER
+    tokenizer = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+    return LearntText(config.unit, tokenizer, folder.read_fingerprint(), config.val_fraction)
 
 
 def _read_switch(path: Path) -> Switch | None:

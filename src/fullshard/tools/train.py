@@ -29,7 +29,7 @@ from fullshard.errors import AllocationError, CheckpointError, FullshardError
 from fullshard.models.blueprints import Blueprint, ModelConfigError
 from fullshard.models.built import LanguageModel, build
 from fullshard.models.generation import NO_TOKEN, evaluating, generate
-from fullshard.tools.config import OptionError, TrainConfig
+from fullshard.tools.config import OptionError, TrainConfig, lower_lr
 from fullshard.tools.job import Job
 from fullshard.tools.launch import StopRequest
 from fullshard.tools.loggers import make_loggers
@@ -171,7 +171,7 @@ class Trainer:
     def _not_finite(self, step: int, wrong: str) -> str:
         """Say what to do after a step that left something that is not finite. Such a state is never saved."""
         config, run = self.config, shlex.quote(str(self.folder.path))
-        changed = f"{program()} train --config {run} --out {run}-again --lr {config.lr / 3:.1g}"
+        changed = f"{program()} train --config {run} --out {run}-again --lr {lower_lr(config):.1g}"
         checkpoint = fullshard.latest_checkpoint(self.folder.checkpoints)
         if checkpoint is None:
             kept = "No checkpoint had been saved."

@@ -1,8 +1,10 @@
 """A script, or a module with -m, and its arguments, in a command line: without torch, which help has no use for."""
 
 import importlib.util
+import shlex
 import sys
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 
 def split_program(words: Sequence[str], with_value: Collection[str]) -> tuple[list[str], list[str]]:
@@ -18,6 +20,19 @@ def split_program(words: Sequence[str], with_value: Collection[str]) -> tuple[li
             break
         number += 2 if words[number] in with_value else 1
     return list(words[: number + 1]), list(words[number + 1 :])
+
+
+def why_no_script(script: str, arguments: Sequence[str] = ()) -> str:
+    """Say why a path is no script; "" if it is one."""
+    if Path(script).is_file():
+        return ""
+    if not Path(script).is_dir():
+        return f"{script}: there is no such file."
+    folders = [script, *(each for each in arguments if Path(each).is_dir())]
+    return (
+        f"{script}: is a folder, and no script. What is in folders of runs is shown, or compared, by: fullshard report "
+        f"{shlex.join(folders)}"
+    )
 
 
 def has_module(name: str) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fullshard
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, FullshardError
 from fullshard.json_files import read_json
 from fullshard.models.blueprints import (
     Blueprint,
@@ -130,8 +130,7 @@ def fine_tuning(options: Mapping[str, Any]) -> dict[str, Any]:
     if folder is None:
         return given
     path, where = Path(folder), f"--finetune {folder}"
-    if not path.is_dir():
-        raise OptionError(f"{where}: is no folder.{how_to_get(folder)}")
+    _check_folder(path, folder, "--finetune")
     if is_run(path):
         raise OptionError(
             f"{where}: is a run of fullshard train. To begin with its weights, with its options: --config {folder} "
@@ -158,16 +157,30 @@ def fine_tuning(options: Mapping[str, Any]) -> dict[str, Any]:
             f"{where}: holds no {TOKENIZER}. Give one with --tokenizer; or write the one that Transformers makes of "
             f"the folder's other files: AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})"
         )
-    if not [*path.glob("*.safetensors")]:
-        if not has_weights(path):
-            raise OptionError(
-                f"{where}: holds no weights, neither *.safetensors nor pytorch_model.bin. Was its download cut short?"
-            )
-        raise OptionError(
-            f"{where}: holds no weights in safetensors. To write them: "
-            f"AutoModelForCausalLM.from_pretrained({folder!r}).save_pretrained({folder!r})"
-        )
+    _check_safetensors(path, where)
     return given | {"model": as_size_or_path(folder), "init_from": folder}
+
+
+def _check_folder(path: Path, given: str, option: str) -> None:
+    """Raise OptionError for what is no folder. given: the path, as it was typed."""
+    if path.is_file():
+        raise OptionError(f"{option} {given}: is a file. Name its folder: {option} {path.parent}")
+    if not path.is_dir():
+        raise OptionError(f"{option} {given}: is no folder.{how_to_get(given)}")
+
+
+def _check_safetensors(path: Path, where: str) -> None:
+    """Raise OptionError for a folder of Hugging Face without weights that are read here."""
+    if [*path.glob("*.safetensors")]:
+        return
+    if not has_weights(path):
+        raise OptionError(
+            f"{where}: holds no weights, neither *.safetensors nor pytorch_model.bin. Was its download cut short?"
+        )
+    raise OptionError(
+        f"{where}: holds no weights in safetensors. To write them: "
+        f"AutoModelForCausalLM.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
+    )
 
 
 def what_it_begins_with(config: TrainConfig, tokenizer: Tokenizer | None = None) -> str:
@@ -208,8 +221,7 @@ def check_initial_weights(config: TrainConfig, blueprint: Blueprint) -> None:
     """Raise OptionError if there is nothing in the folder of --init-from, or it is another model."""
     path = Path(config.init_from)
     where = f"--init-from {path}"
-    if not path.is_dir():
-        raise OptionError(f"{where}: is no folder.{how_to_get(config.init_from)}")
+    _check_folder(path, config.init_from, "--init-from")
     if is_run(path):
         other = RunFolder(path).read_config()
         if not blueprint.is_same(blueprint_of(other, RunFolder(path))):
@@ -232,6 +244,31 @@ def check_initial_weights(config: TrainConfig, blueprint: Blueprint) -> None:
                 f"{where}: is another model than --model {config.model_name}: {'; '.join(found)}. "
                 f"For the model of that folder, with its tokenizer: --model {path} --tokenizer {path}"
             )
+        _check_safetensors(path, where)
+        _check_tensors(config, blueprint, path)
+
+
+def _check_tensors(config: TrainConfig, blueprint: Blueprint, path: Path) -> None:
+    """Raise OptionError if headers of safetensors are damaged, or say that their tensors are not the model's."""
+    from fullshard.models.built import (
+        misfits,
+    )  # the engine, which only this needs before ranks start
+
+    is_own = Path(config.model) == path
+    where = f"{'--finetune' if is_own else '--init-from'} {path}"
+    try:
+        saved = fullshard.inspect_checkpoint(path).tensors
+        shapes = {name.partition("/")[2]: tensor.shape for name, tensor in saved.items()}
+        found = misfits(blueprint, shapes)
+    except FullshardError as error:
+        raise OptionError(f"{where}: {error}") from error
+    if found:
+        model = "its config.json" if is_own else f"--model {config.model_name}"
+        raise OptionError(
+            f"{where}: its weights are not of the model that {model} describes: {'; '.join(found)}. Download the folder "
+            "again, or put the config.json there that was saved with these weights. Families whose weights Transformers "
+            "renames or joins while it loads them, such as mixtures of experts, are not read here."
+        )
 
 
 def load_initial_weights(model: nn.Module, path: Path) -> None:

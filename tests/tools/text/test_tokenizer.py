@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from fullshard.tools.config import OptionError
-from fullshard.tools.text.tokenizer import files_for_export, open_tokenizer
+from fullshard.tools.text.tokenizer import (
+    files_for_export,
+    how_transformers_differs,
+    open_tokenizer,
+)
 from tests.tools.text.conftest import Words, word_tokenizer
 
 
@@ -100,3 +104,29 @@ def test_transformers_loads_what_is_exported(words: Words, tmp_path: Path) -> No
     loaded = AutoTokenizer.from_pretrained(out)
     assert loaded("a b z")["input_ids"] == [3, 4, 28]
     assert (loaded.eos_token, loaded.eos_token_id) == ("</s>", 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("llama", ""), ("qwen2", "makes a Qwen2Tokenizer"), ("", "cannot load the tokenizer")],
+)
+def test_a_family_of_which_transformers_makes_other_tokens_is_said(
+    tmp_path: Path, kind: str, said: str
+) -> None:
+    import tokenizers
+    import transformers
+
+    made = tokenizers.ByteLevelBPETokenizer()
+    made.train_from_iterator(["isn't it 12345"] * 9, special_tokens=["</s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind or "llama"}))
+    for name, content in files_for_export(open_tokenizer(tmp_path)).items():
+        (tmp_path / name).write_bytes(content)
+    if not kind:
+        (tmp_path / "tokenizer_config.json").write_text("{")
+    warning = how_transformers_differs(tmp_path)
+    assert said in warning
+    assert bool(warning) == bool(said)
+    if kind:  # what is advised
+        loaded = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+        assert loaded.encode("isn't it 12345") == made.encode("isn't it 12345").ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -215,13 +216,60 @@ def test_sizes_that_no_host_can_hold_are_refused_in_few_words(sizes: dict[str, A
     assert len(str(refused.value)) < 2000
 
 
+def _saved(path: Path, fields: dict[str, Any], **how: Any) -> Path:
+    """Write a model of Transformers, as `save_pretrained` does."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**QWEN3 | fields)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path, **how)
+    return path
+
+
+def _cut(source: Path) -> None:
+    file = max(source.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def _describe(source: Path, **fields: Any) -> None:
+    file = source / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "layer_types": None, **fields}))
+
+
+@pytest.mark.parametrize("size", ["5GB", "10KB"], ids=["one file", "several files"])
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_cut, "may have been cut short"),
+        (lambda source: _describe(source, vocab_size=50), "(40, 32) there, and (50, 32) in"),
+        (
+            lambda source: _describe(source, num_hidden_layers=3, tie_word_embeddings=False),
+            "lack 12 of its tensors (model.layers.2.",
+        ),
+        (lambda source: _describe(source, num_hidden_layers=1), "have 11 that it has not"),
+        (lambda source: _describe(source, hidden_size=4 * 10**30), "Transformers cannot build"),
+    ],
+    ids=["cut", "sizes", "missing", "unexpected", "impossible"],
+)
+def test_weights_that_are_not_of_their_config_are_refused_before_the_text_is_read(
+    folder: Folder, tmp_path: Path, size: str, spoil: Callable[[Path], None], said: str
+) -> None:
+    source = _saved(tmp_path / "source", {"vocab_size": 40}, max_shard_size=size)
+    word_tokenizer().save(str(source / "tokenizer.json"))
+    options = {"model": "", "tokenizer": "", "finetune": str(source), "data": ("nowhere",)}
+    with pytest.raises(OptionError, match="nowhere: no such file"):
+        folder.job(**options)
+    spoil(source)
+    with pytest.raises(OptionError) as error:
+        folder.job(**options)
+    assert f"--finetune {source}" in str(error.value)
+    assert said in str(error.value)
+    assert not {"allow=", "rename="} & {*str(error.value).split()}
+
+
 def test_fine_tuning_goes_three_times_through_data_with_the_tokenizer_of_its_weights(
     folder: Folder, tmp_path: Path
 ) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(QWEN3 | {"vocab_size": 40}))
-    (source / "model.safetensors").touch()
+    source = _saved(tmp_path / "source", {"vocab_size": 40})
     own = source / "tokenizer.json"
     word_tokenizer(template="<s> $A").save(str(own))  # other bytes, the same words
     given = {"model": "", "init_from": "", "tokenizer": "", "finetune": str(source)}

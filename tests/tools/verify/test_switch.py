@@ -236,10 +236,16 @@ def test_notes_say_what_weakens_a_result() -> None:
         ("", "name a script"),
         ("-m no.such.module", "there is no such module"),
         ("absent.py --lr 1", "absent.py: there is no such file"),
+        ("a b", "fullshard report a b"),
         ("--ranks 1 absent.py", "--ranks"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(words: str, said: str) -> None:
+def test_what_cannot_be_compared_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["compare", *words.split()])
     assert result.exit_code == Exit.USAGE
     assert said in result.stderr

@@ -8,6 +8,7 @@ Files that a run, and what is exported from it, take along are those that Transf
 
 import dataclasses
 import json
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 from importlib import metadata
@@ -23,6 +24,10 @@ CONFIG = "tokenizer_config.json"
 _BESIDE = (CONFIG, "special_tokens_map.json", "chat_template.jinja")
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[EOS]")
 _PROBE = "a"
+_UNUSUAL = (
+    "It's 12345 words,  isn't IT?\n\n\tdef x_1(a=0.5): # Größe\r\n    10:30  日本 e\u0301 end "
+)
+"""What pre-tokenizers and normalizers take apart in different ways."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +134,37 @@ def files_for_export(tokenizer: Tokenizer) -> dict[str, bytes]:
         fields["eos_token"] = tokenizer.end
     config = json.dumps(fields, indent=2, ensure_ascii=False).encode()
     return {**tokenizer.files, CONFIG: config + b"\n"}
+
+
+def how_transformers_differs(folder: Path) -> str:
+    """Say whether AutoTokenizer makes other tokens than the tokenizer.json of an exported folder; else "".
+
+    It has pre-tokenizers of its own for some families, such as qwen2, whatever the folder says. Without
+    Transformers nothing is known.
+    """
+    try:
+        import transformers
+    except ImportError:
+        return ""
+    inner = _parsed(folder / FILE, f"{folder}")
+    inner.no_truncation()
+    inner.no_padding()
+    expected = inner.encode(_UNUSUAL, add_special_tokens=False).ids
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(logging.ERROR)
+    try:
+        auto = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if auto.encode(_UNUSUAL, add_special_tokens=False) == expected:
+            return ""
+        why = f"makes a {type(auto).__name__} of the tokenizer, which gives other tokens than the run was trained on"
+    except Exception as error:  # of each class its own
+        why = f"cannot load the tokenizer ({' '.join(str(error).split())[:200]})"
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    return (
+        f"warning: AutoTokenizer of Transformers {transformers.__version__} {why}. Load it with "
+        f"PreTrainedTokenizerFast.from_pretrained({str(folder)!r})"
+    )
 
 
 def _parsed(file: Path, where: str) -> Any:

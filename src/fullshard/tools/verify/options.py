@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 from fullshard.tools.cli_options import option_field
 from fullshard.tools.config import OptionError
 from fullshard.tools.import_path import check_import_path
+from fullshard.tools.typed_program import why_no_script
 
 APIS = ("fully_shard", "fsdp1")
 COMMS = ("auto", "process_group", "collectives")  # values of CommChoice
@@ -135,8 +136,8 @@ class VerifyOptions:
         _check_number("--atol", self.atol or 0)
 
     def _check_script(self) -> None:
-        if not self.is_module and not Path(self.script).is_file():
-            raise OptionError(f"{self.script}: there is no such file.")
+        if not self.is_module and (why := why_no_script(self.script, self.arguments)):
+            raise OptionError(why)
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         given = [name for name in _OF_FACTORIES if getattr(self, name) != defaults[name]]
         if given:
