@@ -58,7 +58,7 @@ def test_a_model_that_is_right_is_equal_and_leaves_its_records(tmp_path: Path) -
         r"^one process \(all parts\) +.* m?s *$",
         r"^rank 1 +.* m?s *$",
         r"^ok +buffers +all ranks +equal",
-        r"^equal: nothing differs by more than 0\.01 % of its largest value .*\. 2 ranks, 2 steps of SGD \(lr\s0\.01\)",
+        r"^equal: nothing differs by more than 0\.01 % of its largest value .*\. 2 ranks, 2 steps of SGD \(lr\s+0\.01\)",
     ):
         assert re.search(pattern, result.out, re.MULTILINE), (pattern, result.out)
     assert "one process: 2 steps, not sharded" in result.err
