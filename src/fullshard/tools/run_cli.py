@@ -31,6 +31,10 @@ _EXAMPLES = """examples:
 
 On stderr, rank 0 says what each model is sharded over, at
 its first forward; and at the end, if nothing was.
+
+Exit codes: with --ranks, that of the first rank that failed
+by itself (1 after an exception); 2 unusable options, 3 a
+rank was killed by a signal, 130 Ctrl-C, 143 SIGTERM.
 """
 _HINT = """[fullshard] This is one process, and no launcher has said which of the ranks it is. Start ranks:
     fullshard run --ranks 2 {program}
@@ -149,7 +153,7 @@ def _steps(text: str) -> tuple[int, int]:
 def _start(parser: argparse.ArgumentParser, typed: Sequence[str], ranks: int) -> int:
     """Start ranks, and return what their launcher ends with."""
     try:
-        from fullshard.tools.exits import Exit
+        from fullshard.tools.doctor.findings import numbered
         from fullshard.tools.launch import launch
     except ModuleNotFoundError as error:
         parser.error(
@@ -162,10 +166,11 @@ def _start(parser: argparse.ArgumentParser, typed: Sequence[str], ranks: int) ->
         name = signal.Signals(ending.signal).name
         how = "interrupted" if ending.signal == signal.SIGINT else f"stopped by {name}"
         said = f"{how}; the ranks were ended."
-    elif ending.code is Exit.STOPPED:  # the script's own exit code
-        code = Exit.FAILED
-    if not said and ending.rank is not None and ranks > 1:
-        said = f"rank {ending.rank} failed first; the other ranks were ended."
+    elif ending.failed:
+        # One that fails by an exception may only have followed one that ended the script.
+        code = next((each for each in ending.failed.values() if each != 1), 1)
+        with_code = f" with exit code {code}" if {*ending.failed.values()} == {code} != {1} else ""
+        said = f"{numbered(ending.failed)} failed{with_code}{ending.others}." * (ranks > 1)
     if said:
         print(f"{parser.prog}: {said}", file=sys.stderr)
     return code
