@@ -343,7 +343,7 @@ _MOST_LINES = {
     "peers": 3276,
     "plan": 1540,
     "state": 3270,
-    "tools": 16012,
+    "tools": 16062,
     "top": 2020,
     "watch": 1496,
 }

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import hashlib
 import os
 import signal
 import subprocess
@@ -302,6 +303,19 @@ def leave(code: Exit) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def is_first_to_say(text: str, store: Callable[[], Any], *, unless_asked: bool) -> bool:
+    """Whether no other rank of the job has asked this about the same text.
+
+    unless_asked: the answer where nobody can be asked: the store has gone with the rank that held it.
+    """
+    try:
+        digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
+        number: int = store().add(f"fullshard/said/{digest}", 1)
+    except Exception:
+        return unless_asked
+    return number == 1
 
 
 def _ending_of(seen: Mapping[int, int | None], processes: Sequence[Process]) -> Ending:

@@ -5,21 +5,25 @@ Its options are declared here alone, by argparse, as the library itself has to r
 
 import argparse
 import builtins
+import datetime
 import importlib.machinery
 import os
 import runpy
 import signal
 import sys
+import textwrap
 import types
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fullshard.local_ranks import LAUNCHER_PID, die_with_launcher, threads_for
 from fullshard.policies import CommChoice
 from fullshard.tools.typed_program import has_module, split_program
 
 _TRACED = (3, 5)
+_ANSWER_S = 5.0  # of the store, for what only serves messages
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _WITH_VALUE = ("--comm", "--engine", "--ranks", "--trace", "--trace-steps")
 _EXAMPLES = """examples:
@@ -69,7 +73,7 @@ def main(prog: str = "python -m fullshard.run", typed: Sequence[str] | None = No
         sys.exit(_start(parser, typed, options.ranks))
     if launcher is not None:
         die_with_launcher(int(os.environ.pop(LAUNCHER_PID)), says_ends=True)
-    _be_a_rank(parser, options, script, arguments)
+    _be_a_rank(parser, options, script, arguments, is_of_ours=launcher is not None)
 
 
 class _Help(argparse.HelpFormatter):
@@ -181,7 +185,10 @@ def _be_a_rank(
     options: argparse.Namespace,
     script: str,
     arguments: Sequence[str],
+    *,
+    is_of_ours: bool,
 ) -> None:
+    """Run the script. is_of_ours: whether the launcher is this command."""
     from fullshard import install, set_default_comm
     from fullshard.drop_in.account import Account
     from fullshard.drop_in.on_cpu import shard_on_cpus
@@ -202,7 +209,7 @@ def _be_a_rank(
     except StateError as error:
         parser.error(str(error))
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _show
+        sys.excepthook = _show_once if is_of_ours else _show
     sys.argv = [script, *arguments]
     sys.path.insert(0, "" if options.module else str(Path(script).resolve().parent))
     # Exit functions run in reverse order: registered first, this runs after the script's own.
@@ -230,12 +237,39 @@ def _be_a_rank(
 
 def _show(_: type[BaseException], error: BaseException, __: types.TracebackType | None) -> None:
     """Print an exception that ends the script: its own frames, and those of libraries in a line each time."""
+    print(_text_of(error), end="", file=sys.stderr, flush=True)
+
+
+def _show_once(
+    _: type[BaseException], error: BaseException, __: types.TracebackType | None
+) -> None:
+    """Print an exception as `_show` does; before ranks meet, with the rank, and once what several say alike."""
+    import torch.distributed as dist
+
+    from fullshard.tools.launch import is_first_to_say
+
+    text = _text_of(error)
+    if not dist.is_initialized():  # from then on, torch names the rank
+        if not is_first_to_say(text, _launcher_s_store, unless_asked=True):
+            return
+        text = textwrap.indent(text, f"[rank{os.environ['RANK']}]: ")
+    print(text, end="", file=sys.stderr, flush=True)
+
+
+def _text_of(error: BaseException) -> str:
     from fullshard.peers.stacks import folded_traceback, line_of_error
 
-    text = folded_traceback(error)
     if isinstance(error, KeyboardInterrupt) and (line := line_of_error(error)):
-        text = f"interrupted at {line}\n"
-    print(text, end="", file=sys.stderr, flush=True)
+        return f"interrupted at {line}\n"
+    return folded_traceback(error)
+
+
+def _launcher_s_store() -> Any:
+    import torch.distributed as dist
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    limit = datetime.timedelta(seconds=_ANSWER_S)
+    return dist.TCPStore(host, port, is_master=False, timeout=limit)
 
 
 def _say(text: str) -> None:
