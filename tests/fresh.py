@@ -133,6 +133,8 @@ class Forked:
             code = 0
         except SystemExit as error:
             code = error.code
+        except Exception as error:
+            sys.excepthook(type(error), error, error.__traceback__)
         finally:
             sys.stdout.flush()
             os._exit(code)

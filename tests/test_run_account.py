@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -177,10 +178,63 @@ def test_the_command_starts_ranks_itself(tmp_path: Path) -> None:
     assert "nothing was sharded" in ended.err
     ended = fullshard_in_fork(*words, "--fail", folder=tmp_path, before=FORKED_RANKS)
     assert ended.code == 1
-    assert "failed first" in ended.err.splitlines()[-1]
+    assert "failed" in ended.err.splitlines()[-1]
     ended = fullshard_in_fork(*words, folder=tmp_path, variables={"RANK": "0"})
     assert ended.code == 2
     assert "Leave --ranks out" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("ways", "code", "said"),
+    [
+        ("7 stays", 7, "rank 0 failed with exit code 7; the other rank was ended."),
+        ("0 1", 1, "rank 1 failed; rank 0 had ended before."),
+        ("0 3 stays", 3, "rank 1 failed with exit code 3; rank 0 had ended before; rank 2 was ended."),
+        ("75 75", 75, " failed with exit code 75"),
+        ("5 saves", 5, "rank 0 failed with exit code 5; rank 1 ended later."),
+        ("-9 stays", 3, "was killed by SIGKILL; the other rank was ended."),
+    ],
+)  # fmt: skip
+def test_the_script_s_exit_code_is_passed_on_and_the_last_line_says_what_became_of_ranks(
+    tmp_path: Path, ways: str, code: int, said: str
+) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "rank, ways = int(os.environ['RANK']), sys.argv[1:]\n"
+        "pathlib.Path(f'here-{rank}').touch()\n"
+        "if ways[rank] == 'saves': signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))\n"
+        "while len([*pathlib.Path().glob('here-*')]) < len(ways): time.sleep(0.01)\n"
+        "if '0' in ways[:rank]: time.sleep(1)\n"
+        "if ways[rank] == '-9': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(60) if ways[rank].isalpha() else os._exit(int(ways[rank]))\n"
+    )
+    words = ("run", "--ranks", str(len(ways.split())), "script.py", *ways.split())
+    ended = fullshard_in_fork(*words, folder=tmp_path, before=FORKED_RANKS)
+    assert ended.code == code, ended.err
+    assert said in ended.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("script", "names", "times"),
+    [
+        ("import no_such_module", "ModuleNotFoundError", 1),
+        ("def broken(:", "SyntaxError", 1),
+        ("raise ValueError(os.environ['RANK'])", "ValueError", 2),
+    ],
+)
+def test_what_ends_all_ranks_alike_before_they_meet_is_said_once_with_the_rank(
+    tmp_path: Path, script: str, names: str, times: int
+) -> None:
+    (tmp_path / "script.py").write_text(
+        "import pathlib, os, signal, time\npathlib.Path(f\"here-{os.environ['RANK']}\").touch()\n"
+        "while len([*pathlib.Path().glob('here-*')]) < 2: time.sleep(0.01)\n"
+        f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\nexec({script!r})\n"
+    )
+    ended = fullshard_in_fork(
+        "run", "--ranks", "2", "script.py", folder=tmp_path, before=FORKED_RANKS
+    )
+    assert ended.code == 1, ended.err
+    assert len(re.findall(rf"(?m)^\[rank[01]\]: {names}: ", ended.err)) == times, ended.err
 
 
 def test_a_killed_rank_of_the_command_is_named_with_its_layer(tmp_path: Path) -> None:
@@ -196,10 +250,9 @@ def test_a_killed_rank_of_the_command_is_named_with_its_layer(tmp_path: Path) ->
     words = ("run", "--ranks", "2", "script.py")
     ended = fullshard_in_fork(*words, folder=tmp_path, before=FORKED_RANKS)
     assert ended.code == 3
-    (named,) = [
-        line for line in ended.err.splitlines() if "SIGKILL" in line and "step 1, forward" in line
-    ]
-    assert "rank 1 (pid " in named
+    (named,) = [line for line in ended.err.splitlines() if line.startswith("rank 1 (pid ")]
+    assert "SIGKILL" in named
+    assert "step 1, forward" in named
 
 
 def test_what_trained_without_sharding_is_told_with_the_reason(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from fullshard.engine.module_state import state_of
+from fullshard.engine.restoring import is_lack
 from fullshard.engine.runtime import Runtime
+from fullshard.errors import AllocationError, CheckpointError, PeerLostError
 from fullshard.process_hooks import Hook
 from fullshard.watch import out_of_memory
 from tests.api import Api
@@ -76,10 +78,35 @@ def test_what_the_allocator_calls_writes_a_table(api: Api) -> None:
 @on_ranks(2)
 def test_it_says_what_to_do_about_what_is_most(api: Api) -> None:
     model, _optimizer = _trained(api)
-    with _logged(model):
-        said = out_of_memory._tables(torch.device("cpu"), "planted")
-    assert "host memory" in said
-    assert "activations and other: take smaller" in said
+
+    def told(asked: int, resident: int) -> str:
+        with _logged(model), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(out_of_memory, "_before", [300 * MIB])
+            patch.setattr(out_of_memory, "resident_nbytes", lambda: resident)
+            error = RuntimeError(f"not enough memory: you tried to allocate {asked} bytes.")
+            return out_of_memory.explain_lack(error) or ""
+
+    of_batches, of_python = told(100 * MIB, 900 * MIB), told(100 * MIB, 310 * MIB)
+    for said in (of_batches, of_python):
+        assert "bytes.\n" in said
+        assert "300.0 MiB of it since before" in said
+        assert "100.0 MiB were asked for, and " in said
+    assert "activations and other: take smaller" in of_batches
+    assert "there before training" in of_python
+    assert "activations" not in of_python
+    (last,) = told(10**15, 310 * MIB).splitlines()[-1:]
+    assert "more than all that is held" in last
+
+
+def test_what_another_rank_lacks_is_not_this_one_s() -> None:
+    text = "rank 1 ended: can't allocate memory: you tried to allocate 8 bytes"
+    lost = PeerLostError(text)
+    wrapped = RuntimeError(f"step 3: {text}")
+    wrapped.__cause__ = lost
+    assert not any(map(is_lack, (lost, wrapped, CheckpointError(text))))
+    own = RuntimeError(text)
+    own.__context__ = PeerLostError("rank 1 left")
+    assert all(map(is_lack, (own, AllocationError(text), MemoryError())))
 
 
 @on_ranks(1)

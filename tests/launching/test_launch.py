@@ -20,7 +20,7 @@ from torch.distributed.tensor import distribute_tensor
 import fullshard
 from fullshard.host import is_running
 from fullshard.launching import travel
-from fullshard.launching.processes import Output
+from fullshard.launching.processes import Output, Process, kill_all
 from fullshard.local_ranks import threads_for
 from tests.fresh import in_warm_forks
 from tests.harness import on_ranks
@@ -273,3 +273,19 @@ def test_a_script_launches_its_own_functions_without_a_guard() -> None:
     (done,) = in_warm_forks(MAIN)
     assert done.code == 0, done.err
     assert done.out == "[90, 91] [10]\n"
+
+
+def test_ranks_are_killed_before_any_is_waited_for() -> None:
+    calls: list[str] = []
+
+    class Rank(Process):
+        def __init__(self) -> None: ...
+
+        def signal(self, number: int) -> None:
+            calls.append(signal.Signals(number).name)
+
+        def kill(self) -> None:
+            calls.append("waits")
+
+    kill_all([Rank(), Rank()])
+    assert calls == ["SIGKILL", "SIGKILL", "waits", "waits"]

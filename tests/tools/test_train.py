@@ -390,24 +390,39 @@ print("computed")
     assert done.out.splitlines() == ["2 False", "2 True", "computed"], done.err
 
 
-def test_a_second_ctrl_c_ends_ranks_that_have_not_stopped_yet() -> None:
-    code = """
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [("", "for ranks 0-1 to end.*; another Ctrl-C"), ("1", "for rank 0 to end.*; Ctrl-C")],
+    ids=["stopped", "failed"],
+)
+def test_a_ctrl_c_ends_ranks_that_are_waited_for_and_it_is_said_for_which(
+    fails: str, said: str
+) -> None:
+    code = f"""
 import os, signal, time
 from fullshard.tools import launch
 
-launch._AGAIN_S = 0.0
+launch._AGAIN_S, launch._SILENT_S = 0.0, 0.3
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # jobs in the background ignore it
-ended = launch.launch_forks(ranks=1, threads=1)
+ended = launch.launch_forks(ranks=2, threads=1)
 if ended is None:
-    stop = launch.StopRequest(lambda request: request.again and os._exit(7))
-    for _ in range(2):
-        os.kill(os.getppid(), signal.SIGINT)
-        time.sleep(0.5)
-    time.sleep(10)  # a step that does not end
-print("all that is left:", ended.code)
+    if os.environ["RANK"] == {fails!r}:
+        os._exit(1)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    if os.environ["RANK"] == "0":
+        for _ in range({1 if fails else 2}):
+            time.sleep(1)
+            os.kill(os.getppid(), signal.SIGINT)
+    else:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(60)  # a step that does not end
+print("all that is left:", int(ended.code))
 """
     (done,) = in_warm_forks(code)
-    assert done.out == "all that is left: 75\n", done.err
+    assert done.out == f"all that is left: {1 if fails else 75}\n", done.err
+    (line,) = [line for line in done.err.splitlines() if "waiting" in line]
+    assert re.search(said, line)
 
 
 def test_ranks_are_forks_only_of_a_launcher_without_other_threads_and_gpus() -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fullshard.errors import AllocationError, CommError
+from fullshard.errors import AllocationError, FullshardError
 
 _LACKS = {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EFBIG, errno.ENOSPC}
 _OF_FILES = os.strerror(errno.EMFILE)
@@ -123,8 +123,7 @@ def naming_lack(what: str, then: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
-        # Ours say what is so already, and quote what another rank ended with.
-        if isinstance(error, AllocationError | CommError) or not is_lack(error):
+        if isinstance(error, AllocationError) or not is_lack(error):  # ours say it already
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         lacks, remedy = (
@@ -140,10 +139,22 @@ def naming_lack(what: str, then: str) -> Iterator[None]:
 
 
 def is_lack(error: BaseException) -> bool:
-    """Return whether an exception says that memory or open files are lacking."""
+    """Return whether an exception says that memory or open files are lacking, in this process.
+
+    Other errors of ours, and what a program raises from one, may quote what another rank ended with.
+    """
     if isinstance(error, OSError):
         return error.errno in _LACKS
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
+    cause: BaseException | None = error
+    while cause is not None and _says_lack(error):
+        if isinstance(cause, FullshardError) and _says_lack(cause):
+            return isinstance(cause, AllocationError)
+        cause = cause.__cause__ or cause.__context__
+    return _says_lack(error)
+
+
+def _says_lack(error: BaseException) -> bool:
     text = str(error).lower()
     return any(phrase in text for phrase in _PHRASES)

@@ -139,8 +139,15 @@ def end_all(processes: Collection[Process], within_s: float = END_S) -> None:
                 process.signal(signal.SIGTERM)
         wait_for_end(processes, within_s)
     finally:  # also if a second Ctrl-C comes
-        for process in processes:
-            process.kill()
+        kill_all(processes)
+
+
+def kill_all(processes: Collection[Process]) -> None:
+    """End processes at once, and all at the same time: none lives to tell of the end of another."""
+    for process in processes:
+        process.signal(signal.SIGKILL)
+    for process in processes:
+        process.kill()
 
 
 class FunctionProcess(Process):

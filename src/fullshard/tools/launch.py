@@ -3,18 +3,20 @@
 import contextlib
 import dataclasses
 import gc
+import hashlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fullshard.launching.processes import END_S, Meeting, Process, end_all, wait_for_end
+from fullshard.launching.processes import END_S, Meeting, Process, kill_all, wait_for_end
 from fullshard.local_ranks import LAUNCHER_PID, num_gpus
+from fullshard.tools.doctor.findings import numbered
 from fullshard.tools.exits import Exit
 from fullshard.tools.slurm import variables_of_rank
 
@@ -32,6 +34,7 @@ _DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
 _LOOK_S = 0.1  # how long an end can go unseen
 _SAVE_TIMEOUT_S = 300
+_SILENT_S = 5.0  # before it is said which ranks are waited for
 _AGAIN_S = 1.0  # between two Ctrl-C, for the second to count: time to read what the first one does
 
 
@@ -82,12 +85,16 @@ class Ending:
     """How the ranks ended; `message` is empty when they have said everything themselves.
 
     rank: the one that failed first; None if none did. signal: what the launcher was stopped by, or 0.
+    failed: exit codes of the ranks that failed by themselves, no later than any other. others: what became of the
+    other ranks, as the rest of a sentence.
     """
 
     code: Exit
     message: str = ""
     rank: int | None = None
     signal: int = 0
+    failed: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    others: str = ""
 
 
 def may_fork() -> bool:
@@ -174,30 +181,48 @@ def _launch(
             meeting.open()
             while not stop.asked:
                 codes = {process.rank: process.exit_code for process in processes}
-                failed = {rank: code for rank, code in codes.items() if code}
-                if failed:
-                    end_all(processes, _SAVE_TIMEOUT_S)
-                    pids = {process.rank: process.pid for process in processes}
-                    return _ending_of(failed, pids)
+                if any(codes.values()):
+                    _end(processes, signal.SIGTERM, stop)
+                    return _ending_of(codes, processes)
                 if None not in codes.values():
                     return Ending(Exit.OK)
                 time.sleep(_LOOK_S)
-            for process in processes:
-                process.signal(stop.asked)
-            wait_for_end(processes, _SAVE_TIMEOUT_S, unless=lambda: stop.again)
-            if stop.again:
-                for process in processes:
-                    process.signal(signal.SIGINT)
-                wait_for_end(processes, END_S)
+            _end(processes, stop.asked, stop)
             return Ending(Exit.STOPPED, signal=stop.asked)
         finally:
-            for process in processes:
-                process.kill()
+            kill_all(processes)
             if (
                 processes and sys.stderr.isatty()
             ):  # a live line hides the cursor, and stays there, where its rank was killed
                 with contextlib.suppress(OSError):
                     print("\r\x1b[2K\x1b[?25h", end="", file=sys.stderr, flush=True)
+
+
+def _end(processes: Collection[Process], number: int, stop: "StopRequest") -> None:
+    """Ask ranks to end by a signal, and give them time to save; less if a Ctrl-C follows."""
+    is_asked = bool(stop.asked)
+    for process in processes:
+        if process.exit_code is None:
+            process.signal(number)
+
+    def is_enough() -> bool:
+        return stop.again or (stop.asked == signal.SIGINT and not is_asked)
+
+    if not wait_for_end(processes, _SILENT_S, is_enough) and not is_enough():
+        running = numbered(each.rank for each in processes if each.exit_code is None)
+        press = "another Ctrl-C" if stop.asked == signal.SIGINT else "Ctrl-C"
+        clear = "\r\x1b[2K" if sys.stderr.isatty() else ""
+        with contextlib.suppress(OSError):
+            print(
+                f"{clear}fullshard: waiting for {running} to end, for {_SAVE_TIMEOUT_S} s at most; {press} ends what is left.",
+                file=sys.stderr,
+                flush=True,
+            )
+        wait_for_end(processes, _SAVE_TIMEOUT_S - _SILENT_S, is_enough)
+    if is_enough():
+        for process in processes:
+            process.signal(signal.SIGINT)
+        wait_for_end(processes, END_S)
 
 
 class StopRequest:
@@ -280,19 +305,56 @@ def leave(code: Exit) -> NoReturn:
     os._exit(code)
 
 
-def _ending_of(exits: Mapping[int, int], pids: Mapping[int, int]) -> Ending:
-    """Find the rank that ended first, not one that only followed it. exits: codes other than 0, by rank."""
-    for rank, code in exits.items():
-        # SIGTERM is what the others are ended with.
-        if code < 0 and code != -signal.SIGTERM:
-            name = signal.Signals(-code).name
-            return Ending(
-                Exit.RANK_LOST,
-                f"rank {rank} (pid {pids[rank]}) was killed by {name}; the other ranks were ended.",
-                rank,
-            )
-    first, code = next(iter(exits.items()))
+def is_first_to_say(text: str, store: Callable[[], Any], *, unless_asked: bool) -> bool:
+    """Whether no other rank of the job has asked this about the same text.
+
+    unless_asked: the answer where nobody can be asked: the store has gone with the rank that held it.
+    """
+    try:
+        digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
+        number: int = store().add(f"fullshard/said/{digest}", 1)
+    except Exception:
+        return unless_asked
+    return number == 1
+
+
+def _ending_of(seen: Mapping[int, int | None], processes: Sequence[Process]) -> Ending:
+    """Find what ended first, not what only followed it. seen: exit codes by rank, as they were before ranks were ended."""
+    failed = {rank: code for rank, code in seen.items() if code and code > 0}
+    killed = [rank for rank, code in seen.items() if code and code < 0]
+    # SIGTERM is what ranks are ended with.
+    struck = [rank for rank in killed if seen[rank] != -signal.SIGTERM]
+    if struck or not failed:
+        rank = (struck or killed)[0]
+        name = signal.Signals(-(seen[rank] or 0)).name
+        others = _others([rank], seen, processes)
+        message = f"rank {rank} (pid {processes[rank].pid}) was killed by {name}{others}."
+        return Ending(Exit.RANK_LOST, message, rank)
+    others = _others(failed, seen, processes)
     for meaning in (Exit.FAILED, Exit.USAGE, Exit.STOPPED):
-        if meaning in exits.values():
-            return Ending(meaning, rank=first)
-    return Ending(Exit.RANK_LOST, f"rank {first} ended with exit code {code}.", first)
+        if ranks := [rank for rank, code in failed.items() if code == meaning]:
+            return Ending(meaning, rank=ranks[0], failed=failed, others=others)
+    rank, code = next(iter(failed.items()))
+    message = f"rank {rank} ended with exit code {code}{others}."
+    return Ending(Exit.RANK_LOST, message, rank, failed=failed, others=others)
+
+
+def _others(
+    first: Collection[int], seen: Mapping[int, int | None], processes: Sequence[Process]
+) -> str:
+    """Say what became of other ranks than the first to fail, as the rest of a sentence; "" if there are none."""
+    rest = {each.rank: each.exit_code for each in processes if each.rank not in first}
+    before = [rank for rank in rest if seen[rank] == 0]
+    ended = [
+        rank for rank, code in rest.items() if seen[rank] is None and (code is None or code < 0)
+    ]
+    after = [rank for rank in rest if rank not in (*before, *ended)]
+    said = [f"{numbered(before)} had ended before"] if before else []
+    said += [f"{numbered(after)} ended later"] if after else []
+    if ended:
+        is_one = len(ended) == 1
+        who = numbered(ended)
+        if len(ended) == len(rest):
+            who = "the other rank" if is_one else "the other ranks"
+        said.append(f"{who} {'was' if is_one else 'were'} ended")
+    return "".join(f"; {each}" for each in said)

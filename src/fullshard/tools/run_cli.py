@@ -5,15 +5,18 @@ Its options are declared here alone, by argparse, as the library itself has to r
 
 import argparse
 import builtins
+import datetime
 import importlib.machinery
 import os
 import runpy
 import signal
 import sys
+import textwrap
 import types
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fullshard.tools.typed_program import has_module, split_program, why_no_script
 
@@ -21,6 +24,7 @@ _TRACED = (3, 5)
 # Of modules that import torch, for which a shell that completes options has no time.
 _LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
 _WAYS = ("auto", "peer_memory", "process_group", "collectives")
+_ANSWER_S = 5.0  # of the store, for what only serves messages
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _WITH_VALUE = ("--comm", "--engine", "--ranks", "--trace", "--trace-steps")
 _EXAMPLES = """examples:
@@ -32,6 +36,10 @@ _EXAMPLES = """examples:
 
 On stderr, rank 0 says what each model is sharded over, at
 its first forward; and at the end, if nothing was.
+
+Exit codes: with --ranks, that of the first rank that failed
+by itself (1 after an exception); 2 unusable options, 3 a
+rank was killed by a signal, 130 Ctrl-C, 143 SIGTERM.
 """
 _HINT = """[fullshard] This is one process, and no launcher has said which of the ranks it is. Start ranks:
     fullshard run --ranks 2 {program}
@@ -68,7 +76,7 @@ def main(prog: str = "python -m fullshard.run", typed: Sequence[str] | None = No
         from fullshard.local_ranks import die_with_launcher
 
         die_with_launcher(int(os.environ.pop(_LAUNCHER_PID)), says_ends=True)
-    _be_a_rank(parser, options, script, arguments)
+    _be_a_rank(parser, options, script, arguments, is_of_ours=launcher is not None)
 
 
 def offered(typed: Sequence[str], begun: str) -> list[tuple[str, str]]:
@@ -171,7 +179,7 @@ def _start(parser: argparse.ArgumentParser, typed: Sequence[str], ranks: int) ->
     from fullshard.local_ranks import threads_for
 
     try:
-        from fullshard.tools.exits import Exit
+        from fullshard.tools.doctor.findings import numbered
         from fullshard.tools.launch import launch
     except ModuleNotFoundError as error:
         parser.error(
@@ -184,10 +192,11 @@ def _start(parser: argparse.ArgumentParser, typed: Sequence[str], ranks: int) ->
         name = signal.Signals(ending.signal).name
         how = "interrupted" if ending.signal == signal.SIGINT else f"stopped by {name}"
         said = f"{how}; the ranks were ended."
-    elif ending.code is Exit.STOPPED:  # the script's own exit code
-        code = Exit.FAILED
-    if not said and ending.rank is not None and ranks > 1:
-        said = f"rank {ending.rank} failed first; the other ranks were ended."
+    elif ending.failed:
+        # One that fails by an exception may only have followed one that ended the script.
+        code = next((each for each in ending.failed.values() if each != 1), 1)
+        with_code = f" with exit code {code}" if {*ending.failed.values()} == {code} != {1} else ""
+        said = f"{numbered(ending.failed)} failed{with_code}{ending.others}." * (ranks > 1)
     if said:
         print(f"{parser.prog}: {said}", file=sys.stderr)
     return code
@@ -198,7 +207,10 @@ def _be_a_rank(
     options: argparse.Namespace,
     script: str,
     arguments: Sequence[str],
+    *,
+    is_of_ours: bool,
 ) -> None:
+    """Run the script. is_of_ours: whether the launcher is this command."""
     from fullshard import install, set_default_comm
     from fullshard.drop_in.account import Account
     from fullshard.drop_in.on_cpu import shard_on_cpus
@@ -219,7 +231,7 @@ def _be_a_rank(
     except StateError as error:
         parser.error(str(error))
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _show
+        sys.excepthook = _show_once if is_of_ours else _show
     sys.argv = [script, *arguments]
     sys.path.insert(0, "" if options.module else str(Path(script).resolve().parent))
     # Exit functions run in reverse order: registered first, this runs after the script's own.
@@ -247,12 +259,39 @@ def _be_a_rank(
 
 def _show(_: type[BaseException], error: BaseException, __: types.TracebackType | None) -> None:
     """Print an exception that ends the script: its own frames, and those of libraries in a line each time."""
+    print(_text_of(error), end="", file=sys.stderr, flush=True)
+
+
+def _show_once(
+    _: type[BaseException], error: BaseException, __: types.TracebackType | None
+) -> None:
+    """Print an exception as `_show` does; before ranks meet, with the rank, and once what several say alike."""
+    import torch.distributed as dist
+
+    from fullshard.tools.launch import is_first_to_say
+
+    text = _text_of(error)
+    if not dist.is_initialized():  # from then on, torch names the rank
+        if not is_first_to_say(text, _launcher_s_store, unless_asked=True):
+            return
+        text = textwrap.indent(text, f"[rank{os.environ['RANK']}]: ")
+    print(text, end="", file=sys.stderr, flush=True)
+
+
+def _text_of(error: BaseException) -> str:
     from fullshard.peers.stacks import folded_traceback, line_of_error
 
-    text = folded_traceback(error)
     if isinstance(error, KeyboardInterrupt) and (line := line_of_error(error)):
-        text = f"interrupted at {line}\n"
-    print(text, end="", file=sys.stderr, flush=True)
+        return f"interrupted at {line}\n"
+    return folded_traceback(error)
+
+
+def _launcher_s_store() -> Any:
+    import torch.distributed as dist
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    limit = datetime.timedelta(seconds=_ANSWER_S)
+    return dist.TCPStore(host, port, is_master=False, timeout=limit)
 
 
 def _say(text: str) -> None:

@@ -7,7 +7,6 @@ whose other ranks failed to start.
 """
 
 import dataclasses
-import hashlib
 import math
 import shlex
 import signal
@@ -35,7 +34,7 @@ from fullshard.peers.watchdog import watchdog
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import Job
-from fullshard.tools.launch import Place, StopRequest, leave
+from fullshard.tools.launch import Place, StopRequest, is_first_to_say, leave
 from fullshard.tools.loggers import RunInfo
 from fullshard.tools.progress import (
     Lasting,
@@ -148,23 +147,11 @@ def _complain(place: Place, folder: RunFolder, error: Exception) -> Exit:
     elif not isinstance(error, FullshardError):
         said = f"failed:\n{folded_traceback(error).rstrip()}"
     is_common = isinstance(error, OptionError | CheckpointError | TrainingError)
-    if _is_first_to_say(said, unless_asked=place.rank == 0 or not is_common):
+    unless_asked = place.rank == 0 or not is_common
+    if is_first_to_say(said, store_in_time, unless_asked=unless_asked):
         where = "" if is_common else f"rank {place.rank}: "
         say(f"fullshard: {where}{said}")
     return Exit.USAGE if isinstance(error, OptionError) else Exit.FAILED
-
-
-def _is_first_to_say(text: str, *, unless_asked: bool) -> bool:
-    """Whether no other rank of the job has asked this about the same text.
-
-    unless_asked: the answer where nobody can be asked: the store has gone with the rank that held it.
-    """
-    try:
-        digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
-        number: int = store_in_time().add(f"fullshard/said/{digest}", 1)
-    except Exception:
-        return unless_asked
-    return number == 1
 
 
 def _is_loss(error: Exception) -> bool:

@@ -5,7 +5,7 @@ It is told of each model that runs, for what is said when memory is lacking or a
 
 from fullshard.engine.module_state import ModuleState
 from fullshard.engine.observer import on_root
-from fullshard.watch.out_of_memory import explain_lack, observe_allocator
+from fullshard.watch.out_of_memory import explain_lack, note_host_memory, observe_allocator
 from fullshard.watch.recomputation import explain_recomputation
 from fullshard.watch.uncaught import (
     explain_sharded_use,
@@ -16,6 +16,7 @@ from fullshard.watch.uncaught import (
 
 def _watch_root(root: ModuleState) -> None:
     roots.add(root)
+    note_host_memory()
     observe_allocator(root)
 
 

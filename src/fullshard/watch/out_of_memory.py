@@ -9,6 +9,7 @@ raise, or allocate on the device.
 
 import contextlib
 import logging
+import re
 import time
 
 import torch
@@ -17,7 +18,7 @@ from fullshard.engine.checks.optimizers import stepped_optimizers
 from fullshard.engine.module_state import ModuleState
 from fullshard.engine.restoring import is_lack
 from fullshard.engine.runtime import Runtime
-from fullshard.host import resident_nbytes
+from fullshard.host import memory_pools, resident_nbytes
 from fullshard.process_hooks import OUT_OF_MEMORY
 from fullshard.torch_private import attach_out_of_memory_observer
 from fullshard.watch.describe import format_nbytes
@@ -29,6 +30,10 @@ logger = logging.getLogger("fullshard")
 _PAUSE_S = 10.0  # between tables: libraries try again, with less memory
 
 _last_s = [-_PAUSE_S]  # when the last table was written
+_before = list[
+    int
+]()  # bytes of host memory that this process occupied when its first model began to run
+_ASKED = re.compile(r"tried to allocate (\d+) bytes")  # of torch's allocator of host memory
 
 _SPLIT = "shard smaller modules (each unit is whole while it computes)"
 _SHARE = (
@@ -45,6 +50,16 @@ _ADVICE = {
     MemoryCategory.UNMANAGED: "shard what is ignored now, and look at large buffers",
     MemoryCategory.OTHER: "take smaller micro-batches and accumulate gradients, or checkpoint activations of each block",
 }
+
+
+_FEWER = "start fewer ranks on this host, or load less in each"
+_LOOK = "see in the traceback what asks for it"
+
+
+def note_host_memory() -> None:
+    """Note what this process occupies before it trains, which no smaller batch makes less."""
+    if not _before:
+        _before.append(resident_nbytes() or 0)
 
 
 def observe_allocator(root: ModuleState) -> None:
@@ -70,7 +85,9 @@ def explain_lack(error: BaseException) -> str | None:
     ):
         return None
     device = next(iter(roots)).all_units[0].device
-    return _tables(device, str(error).splitlines()[0] if str(error) else type(error).__name__)
+    text = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    asked = _ASKED.search(text)
+    return _tables(device, text, asked=int(asked[1]) if asked else 0)
 
 
 def _tables(device: torch.device, what: str, *, used: int = 0, asked: int = 0) -> str:
@@ -83,16 +100,35 @@ def _tables(device: torch.device, what: str, *, used: int = 0, asked: int = 0) -
     modules = [module for root in list(roots) for module in root.modules]
     for report in (memory_report(module, stepped_optimizers()) for module in modules):
         sizes = {each: report.total(each, device=str(device)) for each in MemoryCategory}
+        advice = {each: f"is {each.value}: {_ADVICE[each]}" for each in MemoryCategory}
         lines += [f"Out of memory on {device}, rank {report.rank}: {what}.", str(report), ""]
+        most: list[tuple[int, str]] = []
         if device.type == "cpu":
-            resident = resident_nbytes() or 0
-            lines.append(f"This process occupies {format_nbytes(resident)} of host memory.")
-            sizes[MemoryCategory.OTHER] = resident - report.total()
+            resident, before = resident_nbytes() or 0, sum(_before)
+            lines += _host(resident, before, asked)
+            built = sizes[MemoryCategory.SHARDS] + sizes[MemoryCategory.UNMANAGED]
+            sizes[MemoryCategory.OTHER] = resident - before - (report.total() - built)
+            most.append((before - built, f"was there before training: {_FEWER}"))
         else:
             lines += _cache(Runtime.of(device), used, asked)
-        largest = max(sizes, key=lambda each: sizes[each])
-        lines.append(f"Most of it is {largest.value}: {_ADVICE[largest]}.")
+        most += [(sizes[each], advice[each]) for each in MemoryCategory]
+        if asked > sum(max(nbytes, 0) for nbytes, _ in most):
+            lines.append(f"What was asked for is more than all that is held: {_LOOK}.")
+        else:
+            lines.append(f"Most of it {max(most, key=lambda one: one[0])[1]}.")
     return "\n".join(lines)
+
+
+def _host(resident: int, before: int, asked: int) -> list[str]:
+    """Say what this process occupies of host memory, and what it could still get, where that is known."""
+    lines = [
+        f"This process occupies {format_nbytes(resident)} of host memory, {format_nbytes(before)} of it since before "
+        "its first forward: Python, libraries, data, the model as it was built."
+    ]
+    if asked and (pools := memory_pools()):
+        free = min(pool.free_nbytes for pool in pools.values())
+        lines.append(f"{format_nbytes(asked)} were asked for, and {format_nbytes(free)} are free.")
+    return lines
 
 
 def _cache(runtime: Runtime, used: int, asked: int) -> list[str]:

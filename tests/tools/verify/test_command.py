@@ -121,6 +121,8 @@ def test_a_script_that_shards_nothing_is_said_to() -> None:
     assert "the script has sharded nothing" in said
     assert "fullshard verify SCRIPT -- ARGUMENTS" in said
     assert ", whole" not in result.err
+    assert "Traceback" not in said
+    assert "failed: ranks 0-1. 2 ranks" in said
 
 
 @pytest.mark.long

@@ -26,7 +26,8 @@ from fullshard.tools.verify.comparing import (
 )
 from fullshard.tools.verify.judging import judge
 from fullshard.tools.verify.options import Tolerance, VerifyOptions
-from fullshard.tools.verify.printing import as_dict
+from fullshard.tools.verify.printing import as_dict, show
+from fullshard.tools.verify.rank import failure_of
 from fullshard.tools.verify.record import Failure, Output, Part, Run, Unit, merged
 
 OPTIONS = VerifyOptions("train:build")
@@ -470,3 +471,25 @@ def test_ranks_of_one_side_are_one_run() -> None:
     both = merged(runs)
     assert [part.rank for part in both.parts] == [0, 1]
     assert (both.failure, both.warnings) == (_failure(), ["a"])
+
+
+@pytest.mark.parametrize(
+    ("failure", "has_trace"), [(_NOTHING, False), (_failure(text="went wrong"), True)]
+)
+def test_the_report_of_a_failure_ends_with_where_it_was(
+    failure: Failure, has_trace: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = dataclasses.replace(failure, trace="the trace")
+    assert show(_with(1, failure=failure), as_json=False) == Exit.FAILED
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("failed: rank 1. 2 ranks")
+    assert ("the trace" in lines) == has_trace
+    assert not any("Allowed" in line for line in lines)
+
+
+def test_a_trace_folds_frames_of_libraries() -> None:
+    with pytest.raises(json.JSONDecodeError) as caught:
+        json.loads("")
+    trace = failure_of(caught.value, "the script", None, {}).trace
+    assert 'json.loads("")' in trace
+    assert "frames of Python" in trace

@@ -9,7 +9,8 @@ from fullshard.tools.verify.record import Failure
 
 _WITH_FORWARDS = ("forward", "the script")
 _ADVICE_ON_NOTHING = (
-    "Give it the arguments that make it train: fullshard verify SCRIPT -- ARGUMENTS"
+    "A script that is not to shard, such as one of DDP, has nothing to verify. Else give it the arguments that make it "
+    "shard and train: fullshard verify SCRIPT -- ARGUMENTS"
 )
 _ADVICE_ON_FACTORY = "Nothing is sharded here, so no rank was started. Mend the program first."
 _ADVICE_ON_BOTH = (
@@ -50,11 +51,11 @@ def judge_failures(comparison: Comparison) -> Iterator[Finding]:
             Severity.PROBLEM,
             numbered(ranks),
             f"in both runs, sharded and whole: {_said(failure)}",
-            _ADVICE_ON_NOTHING if failure.kind == "NothingToCompareError" else _ADVICE_ON_BOTH,
+            _ADVICE_ON_NOTHING if failure.is_nothing else _ADVICE_ON_BOTH,
         )
     if (failure := alone) is not None and not alike and not (failures and failure.may_follow):
         advice = _ADVICE_ON_SCRIPT if comparison.options.script else _ADVICE_ON_FACTORY
-        if failure.kind == "NothingToCompareError":
+        if failure.is_nothing:
             advice = _ADVICE_ON_NOTHING
         where = comparison.reference
         yield Finding("failed-alone", Severity.PROBLEM, where, _said(failure), advice)
@@ -117,7 +118,7 @@ def _outside_forward(calls: Sequence[str]) -> tuple[str, str] | None:
 
 
 def _advice_on(failure: Failure, comparison: Comparison) -> str:
-    if failure.kind == "NothingToCompareError":
+    if failure.is_nothing:
         return _ADVICE_ON_NOTHING
     if failure.phase in (*_WITH_FORWARDS, "backward") and "DTensor" in failure.text:
         return (
@@ -142,6 +143,8 @@ def grouped(by_rank: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
 
 
 def _said(failure: Failure) -> str:
+    if failure.is_nothing:
+        return f"nothing to compare: {failure.text}"
     when = "" if failure.step is None else f" of step {failure.step}"
     text = failure.text.strip().splitlines()[0]
     line = f" ({failure.line})" if failure.line else ""

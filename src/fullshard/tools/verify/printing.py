@@ -59,7 +59,9 @@ def _traces(comparison: Comparison) -> Iterator[str]:
     runs |= {f"rank {rank}": run for rank, run in comparison.ranks.items()}
     seen = set()
     for name, run in runs.items():
-        if run.failure is not None and run.failure.text not in seen:
+        if run.failure is None or run.failure.is_nothing:
+            continue  # the finding says all
+        if run.failure.text not in seen:
             seen.add(run.failure.text)
             yield f"{name}:\n{run.failure.trace}"
 
@@ -144,8 +146,12 @@ def _verdict(comparison: Comparison, findings: list[Finding]) -> str:
     if not problems:
         return f"[green]equal[/green]: nothing differs by more than {allowed}. {ran}"
     runs = (comparison.alone, *comparison.ranks.values())
-    word = "failed" if any(run.failure is not None for run in runs) else "differs"
-    return f"[red]{word}[/red]: {problems[0].id} ({as_it_is(problems[0].where)}). Allowed is {allowed}. {ran}"
+    first = problems[0]
+    what = f"{first.id} ({as_it_is(first.where)})"
+    if any(run.failure is not None for run in runs):
+        said = as_it_is(first.where) if first.id == "failed" else what
+        return f"[red]failed[/red]: {said}. {ran}"
+    return f"[red]differs[/red]: {what}. Allowed is {allowed}. {ran}"
 
 
 def _num_steps(comparison: Comparison) -> int:

@@ -26,6 +26,7 @@ from torch import nn
 
 import fullshard
 from fullshard.local_ranks import die_with_launcher
+from fullshard.peers.stacks import folded_traceback
 from fullshard.tools.exits import Exit
 from fullshard.tools.launch import Place
 from fullshard.tools.progress import Reporter, Reporting
@@ -267,10 +268,11 @@ def failure_of(
         if path is not None and not is_torch:
             calls.append(f"{path}.{method}".removeprefix("."))
     text = str(error) or type(error).__name__
-    trace = "".join(traceback.format_exception(error))
     places = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
     kind = type(error).__name__
-    return Failure(phase, step, kind, text, tuple(calls), trace, line_of_user(places))
+    return Failure(
+        phase, step, kind, text, tuple(calls), folded_traceback(error), line_of_user(places)
+    )
 
 
 def line_of_user(places: Sequence[tuple[str, int]]) -> str:

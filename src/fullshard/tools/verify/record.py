@@ -91,6 +91,11 @@ class Failure:
     line: str = ""
 
     @property
+    def is_nothing(self) -> bool:
+        """Whether the script ran, and there was nothing to compare."""
+        return self.kind == "NothingToCompareError"
+
+    @property
     def may_follow(self) -> bool:
         """Whether it may come from another rank's."""
         said = any(text in self.text for text in _SAID_BY_FOLLOWERS)

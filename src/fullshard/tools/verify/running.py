@@ -60,8 +60,7 @@ def verify(
 def _has_nothing(options: VerifyOptions, folder: Path) -> bool:
     """Return whether a rank found nothing to compare, which the other side would find as well."""
     runs = [read_run(rank_folder(folder, rank)) for rank in range(options.ranks)]
-    kinds = {run.failure.kind for run in runs if run is not None and run.failure is not None}
-    return "NothingToCompareError" in kinds
+    return any(run is not None and run.failure and run.failure.is_nothing for run in runs)
 
 
 def _alone(options: VerifyOptions, folder: Path, *, is_kept: bool, as_json: bool) -> bool:

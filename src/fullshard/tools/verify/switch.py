@@ -184,7 +184,7 @@ def compare_engines(options: CompareOptions, words: Sequence[str], *, threads: i
                 if (failure := merged(there).failure) is not None or len(there) < options.ranks:
                     why = _said(failure) if failure else ending.message
                     note = f"it failed when {engine} was timed, so nothing is said of time and memory: {why}"
-                    if failure and failure.kind == "NothingToCompareError":
+                    if failure and failure.is_nothing:
                         why, note = "", f"values are compared, times are not: {failure.text}"
                     else:
                         print(printed.read_text(errors="replace"), end="", file=sys.stderr)
@@ -233,7 +233,7 @@ def _failed(comparison: Comparison) -> str:
         assert failure is not None
         return f"failed on {engine}, and ran on {other}: {_said(failure)}"
     if (torch.kind, torch.text) == (ours.kind, ours.text):
-        if torch.kind == "NothingToCompareError":
+        if torch.is_nothing:
             return f"nothing to compare: {torch.text}"
         return f"the script itself fails, on both engines alike: {_said(torch)}"
     return f"failed on both engines: on PyTorch's: {_said(torch)}; on fullshard: {_said(ours)}"
