@@ -340,7 +340,7 @@ _MOST_LINES = {
     "migrate": 920,
     "models": 1130,
     "optim": 830,
-    "peers": 3260,
+    "peers": 3329,
     "plan": 1540,
     "state": 3270,
     "tools": 15957,
