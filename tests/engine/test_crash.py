@@ -181,6 +181,9 @@ _ENDS = {
 }
 _CALLS = {
     "sharding": "pass",
+    "barrier": "dist.barrier()",
+    "full_tensor": "model.weight.full_tensor()",
+    "save": "checkpoint.save({'model': model.state_dict()}, checkpoint_id=sys.argv[-1])",
 }
 _IN_TORCH = """
 import datetime, os, signal, sys, time
@@ -210,6 +213,9 @@ end_before("barrier", "full_tensor", "save")
         ("raises", "sharding", 1, "had not sharded a module yet"),
         ("late", "sharding", 1, "when the process group's timeout was over"),
         ("raises", "sharding", 0, "rank 0 is gone and had made it"),  # the store
+        ("raises", "barrier", 1, "ValueError: no data"),
+        ("killed", "full_tensor", 1, "rank 1 died"),
+        ("killed", "save", 0, "rank 0 died"),
     ],
 )
 def test_a_lost_rank_is_named_by_those_in_calls_of_torch(

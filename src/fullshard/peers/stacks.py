@@ -221,8 +221,10 @@ def is_of_distributed(error: BaseException | None) -> bool:
     """Return whether an error comes from a call of torch.distributed, such as that of a broken connection."""
     if not isinstance(error, RuntimeError) or isinstance(error, FullshardError):
         return False
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and _is_in(frames[-1], _DISTRIBUTED)
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        if not _is_in(frame, _TORCH) or _is_in(frame, _DISTRIBUTED):
+            return _is_in(frame, _DISTRIBUTED)
+    return False
 
 
 def raise_in(thread: int, error: FullshardError) -> None:

@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import time
+import traceback
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -39,11 +40,11 @@ from fullshard.peers.flight_record import (
     latest_moment,
 )
 from fullshard.peers.paths import counting, name_ranks
-from fullshard.peers.stacks import look_at_process
+from fullshard.peers.stacks import call_of, is_of_distributed, look_at_process
 from fullshard.peers.status import RankStatus, State
 from fullshard.peers.status_board import PROCESS_KEY
 from fullshard.peers.store import store_in_time
-from fullshard.peers.watchdog import has_watchdog, watchdog
+from fullshard.peers.watchdog import explain_failure, has_watchdog, watchdog
 from fullshard.torch_private import default_group
 
 logger = logging.getLogger("fullshard")
@@ -288,6 +289,27 @@ def name_lost_ranks(error: RuntimeError, group: dist.ProcessGroup, label: str) -
     has_store = missing is not None or 0 not in others
     said = label if has_store else _now(label)
     raise diagnosis.out_of_reach(said, dist.get_rank(), str(error), has_store=has_store) from error
+
+
+def explain_loss(error: BaseException) -> str | None:
+    """Name the ranks whose ends have made a call of torch.distributed fail, whose error names none. Within 1 to 2 s."""
+    if not (is_of_distributed(error) and _is_of_connection(error) and dist.is_initialized()):
+        return None
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    label = (call_of(frame) or {}).get("where", "a call of torch.distributed")
+    try:
+        if has_watchdog():
+            watchdog().raise_cause()
+        assert isinstance(error, RuntimeError)
+        name_lost_ranks(error, default_group(), label)
+    except (DivergenceError, PeerLostError) as cause:
+        return f"fullshard: this call failed on rank {dist.get_rank()} because of others: {cause}"
+    except CommError:  # no rank is known to be gone
+        pass
+    return None
+
+
+explain_failure.append(explain_loss)
 
 
 def _is_of_connection(error: BaseException) -> bool:
