@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fullshard
 from fullshard.errors import FullshardError, PeerLostError
 from tests.api import Api
+from tests.fresh import on_forked_ranks
 from tests.harness import Fate, Outcome, mesh_of, rank, run_fresh, world_size
 from tests.models import mlp
 from tests.shared_memory import inodes_of, mapped, still_mapped
@@ -170,6 +172,68 @@ def test_a_rank_that_is_killed_while_ranks_save_or_load_is_named(
         assert outcome.fate is Fate.RAISED, outcome.text
         assert "CheckpointError" in outcome.error, outcome.text
         assert "rank 1" in outcome.text
+
+
+_ENDS = {
+    "raises": "raise ValueError('no data')",
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "late": "time.sleep(6)",
+}
+_CALLS = {
+    "sharding": "pass",
+    "barrier": "dist.barrier()",
+    "full_tensor": "model.weight.full_tensor()",
+    "save": "checkpoint.save({'model': model.state_dict()}, checkpoint_id=sys.argv[-1])",
+}
+_IN_TORCH = """
+import datetime, os, signal, sys, time
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch import nn
+from fullshard import fully_shard
+
+def end_before(*calls):
+    if dist.get_rank() == {lost} and {call!r} in calls:
+        {end}
+
+sys.argv.append({folder!r})
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds={timeout_s}))
+end_before("sharding")
+model = fully_shard(nn.Linear(8, 8))
+model(torch.ones(2, 8)).sum().backward()
+end_before("barrier", "full_tensor", "save")
+{run}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "call", "lost", "said"),
+    [
+        ("raises", "sharding", 1, "had not sharded a module yet"),
+        ("late", "sharding", 1, "when the process group's timeout was over"),
+        ("raises", "sharding", 0, "rank 0 is gone and had made it"),  # the store
+        ("raises", "barrier", 1, "ValueError: no data"),
+        ("killed", "full_tensor", 1, "rank 1 died"),
+        ("killed", "save", 0, "rank 0 died"),
+    ],
+)
+def test_a_lost_rank_is_named_by_those_in_calls_of_torch(
+    end: str, call: str, lost: int, said: str, tmp_path: Path
+) -> None:
+    """Whose errors name none: Gloo's ends the program, with a note, before the watchdog has come to its verdict."""
+    program = _IN_TORCH.format(
+        lost=lost,
+        call=call,
+        end=_ENDS[end],
+        run=_CALLS[call],
+        folder=str(tmp_path),
+        timeout_s=3 if end == "late" else 60,
+    )
+    error = on_forked_ranks(2, program)[1 - lost].err
+    # The note below the exception, or the exception if it is fullshard's.
+    _, *_, last = re.split(r"fullshard: |Peer\w+Error: ", error)
+    assert said in last, error
 
 
 def _train(api: Api) -> None:

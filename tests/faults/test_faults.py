@@ -166,7 +166,7 @@ def test_a_call_that_fails_as_others_raise_is_explained_below_its_error() -> Non
     (first, late) = run(Plan("barrier_unjudged", "hosts"), LIMIT_S)
     assert first.kinds[0] == "DivergenceError"
     assert late.kinds[0] == "RuntimeError", late.words
-    assert f"the call above failed because of this: {first.text}" in late.stderr
+    assert f"failed on rank 1 because of others: {first.text}" in late.stderr
 
 
 def test_a_rank_of_another_host_that_is_stopped_is_not_lost() -> None:

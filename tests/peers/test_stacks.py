@@ -10,11 +10,12 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
-from fullshard.errors import DivergenceError
+from fullshard.errors import DivergenceError, PeerLostError
 from fullshard.peers import stacks
 from fullshard.peers.stacks import (
     folded_traceback,
@@ -144,6 +145,26 @@ def test_a_traceback_keeps_its_causes_and_the_frame_that_raised() -> None:
     assert "frames of Python" in text
     assert "in raw_decode" in text
     assert line_of_error(caught.value).startswith(__file__)
+
+
+def test_an_error_left_in_a_call_is_shown_at_the_call_and_alone() -> None:
+    """And not where torch came to next, nor below the error of the connection that ended the call."""
+    file = torch.distributed.distributed_c10d.__file__
+    known: dict[str, Any] = {"time": time}
+    call = (
+        "def call():\n try:\n  raise RuntimeError('GLHF')\n except RuntimeError:\n  time.sleep(0.5)"
+    )
+    exec(compile(call, file, "exec"), known)
+    left = PeerLostError("rank 1 ended")
+    timer = threading.Timer(0.1, raise_in, (threading.get_ident(), left))
+    timer.start()
+    with pytest.raises(PeerLostError) as caught:
+        known["call"]()
+    text = folded_traceback(caught.value)
+    assert "GLHF" not in text
+    assert 'known["call"]()' in text
+    assert file not in text
+    assert text.endswith("PeerLostError: rank 1 ended\n")
 
 
 def test_a_call_is_named_and_not_a_decorator_around_it() -> None:

@@ -22,6 +22,7 @@ from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.comm.shared_memory import UnavailableError
 from fullshard.errors import AllocationError, CommError, ShardingError
 from fullshard.peers.groups import backend_names, exchange
+from fullshard.peers.waits import announce, naming_lost_ranks
 from fullshard.policies import CommChoice
 
 logger = logging.getLogger("fullshard")
@@ -87,6 +88,19 @@ def select_comm(
     """
     if group is None or group.size() == 1:
         return LocalComm()
+    announce()  # first, so that others can tell whether this rank has come to the collectives below
+    with naming_lost_ranks(group, "connecting ranks"):
+        return _select(group, device, choice, shards_on, replicas)
+
+
+def _select(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    choice: CommChoice,
+    shards_on: torch.device | None,
+    replicas: dist.ProcessGroup | None,
+) -> Comm:
+    """Return the communication for a group of several ranks: see `select_comm`."""
     if choice is CommChoice.PROCESS_GROUP or not isinstance(group, dist.ProcessGroup):
         is_chosen = choice is CommChoice.PROCESS_GROUP
         return _process_group(group, device, "asked for" if is_chosen else "a stand-in")
@@ -169,7 +183,8 @@ def _peer_memory(
     # With other backends CPU ranks do not share memory, and a fake one has nobody to ask.
     if replicas is not None and is_agreed_on and "gloo" in backend_names(group):
         found = known.get(device)
-        told = exchange((found if isinstance(found, str) else None, lack), replicas)
+        with naming_lost_ranks(replicas, "connecting ranks"):
+            told = exchange((found if isinstance(found, str) else None, lack), replicas)
         lack = next((theirs for _, theirs in told if theirs is not None), None)
         if found is not None:
             known[device] = next((why_not for why_not, _ in told if why_not is not None), found)

@@ -25,7 +25,7 @@ import signal
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from fullshard.errors import CommError, PeerLostError
+from fullshard.errors import CommError, PeerLostError, PeerTimeoutError
 from fullshard.peers.paths import (
     Event,
     by_text,
@@ -345,6 +345,24 @@ def how_ended(code: int | None) -> str:
     name = signal.Signals(-code).name
     why = " (often by the system, for lack of host memory: see dmesg)" if name == "SIGKILL" else ""
     return f"died, killed by {name}{why}"
+
+
+def never_came(ranks: Collection[int], label: str, *, is_late: bool) -> CommError:
+    """Return the error for a collective that failed, as these ranks have sharded nothing yet.
+
+    is_late: whether its time was over; else a connection broke.
+    """
+    who = name_ranks(ranks)
+    waits = f"Other ranks wait for {who} at {label}."
+    if is_late:
+        return PeerTimeoutError(
+            f"{who} had not sharded a module yet when the process group's timeout was over. {waits} If that rank is "
+            "only slow, allow more: init_process_group(timeout=...)."
+        )
+    which = "it" if len(ranks) == 1 else "at least one of them"
+    return PeerLostError(
+        f"{who} had not sharded a module yet when a connection broke: {which} has ended. {waits} {RESTART}"
+    )
 
 
 def out_of_reach(label: str, own_rank: int, words: str, *, has_store: bool) -> CommError:

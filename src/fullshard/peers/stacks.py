@@ -169,6 +169,10 @@ def folded_traceback(error: BaseException) -> str:
             frames = [*each.stack]
             if hasattr(each, "text"):  # a SyntaxError, whose line comes below the stack
                 frames = [frame for frame in frames if not _library_of(frame.filename)]
+            if each is told and isinstance(error, FullshardError) and not shows_all_frames:
+                # Left by `raise_in`: the frames below the program's call are where torch happened to be.
+                while len(frames) > 1 and _library_of(frames[-1].filename) in ("torch", "Python"):
+                    frames.pop()
             each.stack = FoldedStack(frames)
             waiting += [
                 each.__cause__,
@@ -217,19 +221,26 @@ def is_of_distributed(error: BaseException | None) -> bool:
     """Return whether an error comes from a call of torch.distributed, such as that of a broken connection."""
     if not isinstance(error, RuntimeError) or isinstance(error, FullshardError):
         return False
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and _is_in(frames[-1], _DISTRIBUTED)
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        if not _is_in(frame, _TORCH) or _is_in(frame, _DISTRIBUTED):
+            return _is_in(frame, _DISTRIBUTED)
+    return False
 
 
 def raise_in(thread: int, error: FullshardError) -> None:
     """Have a thread raise an error as soon as it runs Python code again."""
     kind, text = type(error), str(error)
+
+    def begin(made: FullshardError) -> None:
+        kind.__init__(made, text)
+        made.__suppress_context__ = True  # the call's own error, which says less
+
     # The interpreter takes a class and makes the instance.
     of_text = type(
         kind.__name__,
         (kind,),
         {
-            "__init__": lambda self: kind.__init__(self, text),
+            "__init__": begin,
             "__reduce__": lambda _: (kind, (text,)),
             "__module__": kind.__module__,
             "__qualname__": kind.__qualname__,

@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import time
+import traceback
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -39,11 +40,11 @@ from fullshard.peers.flight_record import (
     latest_moment,
 )
 from fullshard.peers.paths import counting, name_ranks
-from fullshard.peers.stacks import look_at_process
+from fullshard.peers.stacks import call_of, is_of_distributed, look_at_process
 from fullshard.peers.status import RankStatus, State
 from fullshard.peers.status_board import PROCESS_KEY
 from fullshard.peers.store import store_in_time
-from fullshard.peers.watchdog import watchdog
+from fullshard.peers.watchdog import explain_failure, has_watchdog, watchdog
 from fullshard.torch_private import default_group
 
 logger = logging.getLogger("fullshard")
@@ -56,9 +57,10 @@ _FRAMES_SHOWN = 12
 _COMPARE_EVERY = datetime.timedelta(seconds=0.5)
 # How long to look for a process that is gone: a dying one closes its connections before it ends.
 _GRACE_S = 1.0
+_ASK_EVERY_S = 0.1  # in the store, by all ranks, which others are there
 # In errors that may mean that a rank is gone. Gloo raises plain RuntimeErrors, so their words are all there is to go by.
 _OF_TIME = "timed out|timeout"
-_OF_CONNECTIONS = f"connection|closed by peer|{_OF_TIME}|socket|remote process"
+_OF_CONNECTIONS = f"connection|closed by peer|broken pipe|{_OF_TIME}|socket|remote process"
 
 
 # Ranks that are late
@@ -260,27 +262,73 @@ def naming_lost_ranks(group: dist.ProcessGroup, label: str) -> Iterator[None]:
 def name_lost_ranks(error: RuntimeError, group: dist.ProcessGroup, label: str) -> None:
     """Raise an error that names the ranks that are gone; return if this one is not about communication.
 
-    Raises PeerLostError if there are any, DivergenceError if ranks were doing different things, and
-    CommError with the backend's own words otherwise. For ``except`` clauses on paths where entering a
+    Raises PeerLostError if there are any, DivergenceError if ranks were doing different things, PeerTimeoutError
+    if one has yet to shard a module, and CommError with the backend's own words otherwise. For ``except`` clauses on paths where entering a
     context would cost too much.
     """
-    words = str(error)
-    is_of_connection = isinstance(error, dist.DistError) or re.search(_OF_CONNECTIONS, words, re.I)
-    if isinstance(error, CommError | DivergenceError) or not is_of_connection:
+    if isinstance(error, CommError | DivergenceError) or not _is_of_connection(error):
         return
+    others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+    absent: set[int] | None = set()
     if (record := known_record(group)) is not None:
         # First: a rank that saw that paths differ may have left, and is not the cause.
         record.compare()
-    board = watchdog().board
-    others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
-    gone = lost_ranks(others) or board.last_words(others)
-    # On other hosts: those whose connection broke too are there to say so, the lost one is not.
-    missing = set() if gone else board.missing(others)
-    if gone or missing:
-        raise lost_in(gone or missing or (), label) from error
+    else:
+        absent = _unannounced(others)
+    missing: set[int] | None = None
+    if absent is not None or has_watchdog():  # to start one takes long where the store is gone
+        board = watchdog().board
+        gone = lost_ranks(others, 0.0 if absent else _GRACE_S) or board.last_words(others)
+        if absent and not gone:
+            is_late = bool(re.search(_OF_TIME, str(error), re.I))
+            raise diagnosis.never_came(absent, label, is_late=is_late) from error
+        # On other hosts: those whose connection broke too are there to say so, the lost one is not.
+        missing = set() if gone else board.missing(others)
+        if gone or missing:
+            raise lost_in(gone or missing or (), label) from error
     has_store = missing is not None or 0 not in others
     said = label if has_store else _now(label)
-    raise diagnosis.out_of_reach(said, dist.get_rank(), words, has_store=has_store) from error
+    raise diagnosis.out_of_reach(said, dist.get_rank(), str(error), has_store=has_store) from error
+
+
+def explain_loss(error: BaseException) -> str | None:
+    """Name the ranks whose ends have made a call of torch.distributed fail, whose error names none. Within 1 to 2 s."""
+    if not (is_of_distributed(error) and _is_of_connection(error) and dist.is_initialized()):
+        return None
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    label = (call_of(frame) or {}).get("where", "a call of torch.distributed")
+    try:
+        if has_watchdog():
+            watchdog().raise_cause()
+        assert isinstance(error, RuntimeError)
+        name_lost_ranks(error, default_group(), label)
+    except (DivergenceError, PeerLostError) as cause:
+        return f"fullshard: this call failed on rank {dist.get_rank()} because of others: {cause}"
+    except CommError:  # no rank is known to be gone
+        pass
+    return None
+
+
+explain_failure.append(explain_loss)
+
+
+def _is_of_connection(error: BaseException) -> bool:
+    """Whether an error may mean that a rank is gone."""
+    return isinstance(error, dist.DistError) or bool(re.search(_OF_CONNECTIONS, str(error), re.I))
+
+
+def _unannounced(ranks: Collection[int]) -> set[int] | None:
+    """Return those of these ranks that have not been announced, nor are within a moment; None if the store is gone."""
+    store = store_in_time()
+    keys = {rank: PROCESS_KEY.format(rank) for rank in ranks}
+    deadline = time.monotonic() + _GRACE_S
+    with contextlib.suppress(Exception):
+        while not store.check([*keys.values()]):
+            if time.monotonic() >= deadline:
+                return {rank for rank, key in keys.items() if key not in store}
+            time.sleep(_ASK_EVERY_S)
+        return set()
+    return None
 
 
 def lost_in(ranks: Iterable[int], label: str) -> FullshardError:

@@ -55,7 +55,6 @@ from fullshard.peers.groups import abort
 from fullshard.peers.stacks import (
     call_of,
     counts_of_groups,
-    is_of_distributed,
     line_in_program,
     raise_in,
     runs_program_beside,
@@ -137,6 +136,17 @@ class Watchdog:
         verdict, self._verdict = self._verdict, None
         if verdict is not None:
             raise verdict.error
+
+    def raise_cause(self) -> None:
+        """Raise what this rank was to raise, or what others have raised, whose ends broke its call."""
+        cause = self._delivered
+        with contextlib.suppress(Exception):
+            for rank, status in self.board.read(range(self._world_size)).items():
+                if rank != self._rank:
+                    cause = cause or status.verdict
+        if cause is not None:
+            self.tell(cause)
+            raise cause.error
 
     def settle(self, record: FlightRecord, place: int) -> FullshardError:
         """Return the error for ranks that differ at a place, in one rank's words on all of them."""
@@ -344,11 +354,9 @@ class Watchdog:
         # multiprocessing the exception is still on its way.
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         is_ordinary = isinstance(error, SystemExit) and error.code in (None, 0)
-        if is_of_distributed(error) and (cause := self._cause_of_failure()) is not None:
-            logger.error(
-                "rank %d: the call above failed because of this: %s", self._rank, cause.text
-            )
-            error = cause.error
+        if error is not None and self._told is None and not was_stopped:  # else it was said with it
+            for text in filter(None, (explain(error) for explain in explain_failure)):
+                logger.error("%s", text)
         if isinstance(error, DivergenceError | PeerLostError) and self._told is None:
             self._told = Verdict(str(error), is_loss=isinstance(error, PeerLostError))
         text = ""
@@ -364,16 +372,6 @@ class Watchdog:
             others = {*range(1, self._world_size)}
             self._wait_until_gone(others - self.board.lost(others), _OUTLAST_S, time.sleep)
         self.board.close()
-
-    def _cause_of_failure(self) -> Verdict | None:
-        """Return what this rank was to raise, or what others have raised, whose ends broke its call."""
-        if self._delivered is not None:
-            return self._delivered
-        with contextlib.suppress(Exception):
-            for rank, status in self.board.read(range(self._world_size)).items():
-                if rank != self._rank and status.verdict is not None:
-                    return status.verdict
-        return None
 
     def _say_last(self, error: str) -> None:
         if self._ended.is_set():
@@ -396,6 +394,8 @@ class Watchdog:
 
 
 _watchdogs: dict[int, Watchdog] = {}
+# Each says what made a call of torch.distributed fail whose error ends the program, or None.
+explain_failure: list[Callable[[BaseException], str | None]] = []
 
 
 def has_watchdog() -> bool:

@@ -5,6 +5,7 @@ It is told of each model that runs, for what is said when memory is lacking or a
 
 from fullshard.engine.module_state import ModuleState
 from fullshard.engine.observer import on_root
+from fullshard.peers.waits import explain_loss
 from fullshard.watch.out_of_memory import explain_lack, note_host_memory, observe_allocator
 from fullshard.watch.recomputation import explain_recomputation
 from fullshard.watch.uncaught import (
@@ -21,4 +22,4 @@ def _watch_root(root: ModuleState) -> None:
 
 
 on_root.append(_watch_root)
-explainers.extend((explain_lack, explain_sharded_use, explain_recomputation))
+explainers.extend((explain_lack, explain_loss, explain_sharded_use, explain_recomputation))
