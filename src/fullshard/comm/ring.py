@@ -24,6 +24,7 @@ import abc
 import collections
 import dataclasses
 import mmap
+import weakref
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -50,7 +51,7 @@ class Stretch(NamedTuple):
     stop: int
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class PendingSum:
     """A posted reduction whose sum this rank forms when ``wait`` is called, or earlier.
 
@@ -62,7 +63,6 @@ class PendingSum:
     comm: "StagingComm"
     sequence: int
     finish: Callable[[], tuple[bool, ...]]
-    label: str
     result: tuple[bool, ...] = ()
     tensors: ClassVar[tuple[torch.Tensor, ...]] = ()
 
@@ -89,7 +89,11 @@ class StagingComm(Comm):
         self._sequence = 0  # number of the last reduction that was claimed; the first one is 1
         # Oldest first. Stretches that all ranks have consumed stay until somebody waits for them.
         self._stretches: collections.deque[Stretch] = collections.deque()
-        self._pending: collections.deque[PendingSum] = collections.deque()  # not summed here yet
+        # Not summed here yet, by sequence. Of a model that is gone, after an exception, a sum is gone with it, but its
+        # counter moves on.
+        self._pending: collections.deque[tuple[int, weakref.ref[PendingSum], str]] = (
+            collections.deque()
+        )
 
     # What a subclass keeps
 
@@ -250,22 +254,23 @@ class StagingComm(Comm):
         self.before_post(stretch.sequence)
         # `set` makes the terms visible first: a rank that reads the counter may read them.
         self.memory.set(SharedMemory.POSTED, stretch.sequence)
-        pending = PendingSum(self, stretch.sequence, finish, how.label)
-        self._pending.append(pending)
+        pending = PendingSum(self, stretch.sequence, finish)
+        self._pending.append((stretch.sequence, weakref.ref(pending), how.label))
         return pending
 
     def finish_through(self, sequence: int) -> None:
         """Form this rank's sums of all reductions up to ``sequence``."""
         # In order, since one counter says how many are consumed: it must not run past a reduction
         # that this rank still has to read.
-        while self._pending and self._pending[0].sequence <= sequence:
-            pending = self._pending.popleft()
-            self.memory.wait_all(SharedMemory.POSTED, pending.sequence, pending.label)
-            self.before_read(pending.sequence)
-            pending.result = pending.finish()
+        while self._pending and self._pending[0][0] <= sequence:
+            number, reference, label = self._pending.popleft()
+            self.memory.wait_all(SharedMemory.POSTED, number, label)
+            self.before_read(number)
+            if (pending := reference()) is not None:
+                pending.result = pending.finish()
             # Only now: the counter allows other ranks to overwrite their parts.
-            self.before_release(pending.sequence)
-            self.memory.set(SharedMemory.CONSUMED, pending.sequence)
+            self.before_release(number)
+            self.memory.set(SharedMemory.CONSUMED, number)
 
     def _reserve(self, nbytes: int) -> None:
         """Enlarge the ring if it is smaller. Every rank comes here with the same sizes."""
