@@ -338,14 +338,14 @@ _MOST_LINES = {
     "launching": 675,
     "live": 910,
     "migrate": 920,
-    "models": 1172,
-    "optim": 830,
-    "peers": 3353,
+    "models": 1174,
+    "optim": 832,
+    "peers": 3354,
     "plan": 1540,
     "state": 3270,
-    "tools": 16199,
-    "top": 2028,
-    "watch": 1460,
+    "tools": 16445,
+    "top": 2036,
+    "watch": 1494,
 }
 
 
