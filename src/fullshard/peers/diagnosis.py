@@ -361,7 +361,7 @@ def never_came(ranks: Collection[int], label: str, *, is_late: bool) -> CommErro
         )
     which = "it" if len(ranks) == 1 else "at least one of them"
     return PeerLostError(
-        f"{who} had not sharded a module yet when a connection broke: {which} has ended. {waits} {RESTART}"
+        f"{who} had not sharded a module yet when a connection broke: {which} has ended. {waits} {_CAUSE}"
     )
 
 

@@ -30,9 +30,8 @@ logger = logging.getLogger("fullshard")
 _PAUSE_S = 10.0  # between tables: libraries try again, with less memory
 
 _last_s = [-_PAUSE_S]  # when the last table was written
-_before = list[
-    int
-]()  # bytes of host memory that this process occupied when its first model began to run
+# Bytes of host memory that this process occupied when its first model began to run.
+_before: list[int] = []
 _ASKED = re.compile(r"tried to allocate (\d+) bytes")  # of torch's allocator of host memory
 
 _SPLIT = "shard smaller modules (each unit is whole while it computes)"
