@@ -8,10 +8,8 @@ from fullshard.versions import install_hint, installed
 
 _EXTRA = ("jinja2", "numpy", "psutil", "rich", "typer")
 """What the extra `train` installs (pyproject.toml); the library itself needs torch alone."""
-_RAISING = (
-    "strict",
-    "surrogateescape",
-)  # what Python chooses, by locale; PYTHONIOENCODING=ascii:replace stays
+# What Python chooses, by locale; PYTHONIOENCODING=ascii:replace stays.
+_RAISING = ("strict", "surrogateescape")
 
 
 def main() -> None:

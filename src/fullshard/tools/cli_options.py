@@ -29,9 +29,8 @@ from fullshard.tools.exits import Exit
 _INFO, _UNTYPED = "typer", "untyped"
 _SAME = object()
 _METAVARS = {bool: "", int: "N", float: "X", str: "TEXT"}
-_UsageError: Any = (
-    typer.BadParameter.__base__
-)  # by no name: typer carries click inside from 0.25 on
+# By no name: typer carries click inside from 0.25 on.
+_UsageError: Any = typer.BadParameter.__base__
 _MAX_WIDTH = 100  # of prose in a help
 
 
