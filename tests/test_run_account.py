@@ -9,6 +9,7 @@ import sys
 import textwrap
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from fullshard.drop_in.on_cpu import is_sharding_on_cpus, shard_on_cpus
 from fullshard.errors import StateError
 from fullshard.plan.trace import Kind, read_traces
 from fullshard.policies import CommChoice
+from fullshard.tools import run_cli
 from fullshard.tools.run_cli import _LAUNCHER_PID, _WAYS, _WITH_VALUE
 from fullshard.tools.typed_program import split_program
 from tests.fresh import (
@@ -235,6 +237,18 @@ def test_what_ends_all_ranks_alike_before_they_meet_is_said_once_with_the_rank(
     )
     assert ended.code == 1, ended.err
     assert len(re.findall(rf"(?m)^\[rank[01]\]: {names}: ", ended.err)) == times, ended.err
+
+
+def test_a_stop_while_the_command_imports_is_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_cli, "_start", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / "script.py").touch()
+    with pytest.raises(SystemExit) as ended:
+        run_cli.main("fullshard run", ["--ranks", "2", str(tmp_path / "script.py")])
+    assert ended.value.code == 130
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_a_killed_rank_of_the_command_is_named_with_its_layer(tmp_path: Path) -> None:

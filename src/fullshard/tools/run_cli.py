@@ -71,8 +71,12 @@ def main(prog: str = "python -m fullshard.run", typed: Sequence[str] | None = No
             parser.error(
                 f"--ranks {options.ranks}: a launcher has started ranks already. Leave --ranks out."
             )
-        sys.exit(_start(parser, typed, options.ranks))
+        try:
+            sys.exit(_start(parser, typed, options.ranks))
+        except KeyboardInterrupt:  # while it imports what starts ranks
+            parser.exit(130, "fullshard run: stopped before anything had begun.\n")
     if launcher is not None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of what is imported
         from fullshard.local_ranks import die_with_launcher
 
         die_with_launcher(int(os.environ.pop(_LAUNCHER_PID)), says_ends=True)
@@ -232,6 +236,8 @@ def _be_a_rank(
         parser.error(str(error))
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show_once if is_of_ours else _show
+    if is_of_ours:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = [script, *arguments]
     sys.path.insert(0, "" if options.module else str(Path(script).resolve().parent))
     # Exit functions run in reverse order: registered first, this runs after the script's own.
