@@ -195,6 +195,7 @@ def test_the_command_starts_ranks_itself(tmp_path: Path) -> None:
         ("75 75", 75, " failed with exit code 75"),
         ("5 saves", 5, "rank 0 failed with exit code 5; rank 1 ended later."),
         ("-9 stays", 3, "was killed by SIGKILL; the other rank was ended."),
+        ("raises raises", 1, "fullshard run: ranks 0-1 failed."),
     ],
 )  # fmt: skip
 def test_the_script_s_exit_code_is_passed_on_and_the_last_line_says_what_became_of_ranks(
@@ -208,6 +209,10 @@ def test_the_script_s_exit_code_is_passed_on_and_the_last_line_says_what_became_
         "while len([*pathlib.Path().glob('here-*')]) < len(ways): time.sleep(0.01)\n"
         "if '0' in ways[:rank]: time.sleep(1)\n"
         "if ways[rank] == '-9': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if ways[rank] == 'raises':\n"
+        "    import atexit\n"
+        "    atexit.register(time.sleep, rank)\n"
+        "    raise ValueError('alike')\n"
         "time.sleep(60) if ways[rank].isalpha() else os._exit(int(ways[rank]))\n"
     )
     words = ("run", "--ranks", str(len(ways.split())), "script.py", *ways.split())

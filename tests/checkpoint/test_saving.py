@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import errno
 import gc
 import os
 import random
@@ -21,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -975,6 +977,17 @@ def test_what_a_dead_save_left_is_removed(tmp_path: Path) -> None:
     assert (tmp_path / "a.partial-deadbeef").is_dir()
     fullshard.save_checkpoint(tmp_path / "a", nn.Linear(2, 2))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_draft_that_a_full_disk_keeps_from_beginning_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "pwrite", mock.Mock(side_effect=full))
+    with pytest.raises(OSError, match=r"a\.partial-89ababcd") as raised:
+        LocalDraft(tmp_path / "a", "89ababcd", overwrite=False)
+    assert raised.value.errno == errno.ENOSPC
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("is_alive", [True, False])

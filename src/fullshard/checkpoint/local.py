@@ -269,7 +269,12 @@ class LocalDraft:
         with contextlib.suppress(OSError):
             # Some filesystems have no locks; the beats are seen there.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._heart = Heartbeat(self._tell)
+        try:
+            self._heart = Heartbeat(self._tell)
+        except OSError as error:  # of a full disk
+            self.release()
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def complete(self, manifest: bytes, names: list[str]) -> None:
         """Make it the checkpoint of its name, once all files (``names``) are stored."""

@@ -242,8 +242,9 @@ def said(error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror}. Check space and permissions of the checkpoint's folder."
+        if error.filename:
+            return f"{error.filename}: {error.strerror}. Check space and permissions there."
+        return f"{error.strerror}. Check space and permissions of the folder that is written."
     return f"{type(error).__name__}: {error}"
 
 

@@ -34,7 +34,7 @@ _DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
 _LOOK_S = 0.1  # how long an end can go unseen
 _SAVE_TIMEOUT_S = 300
-_SILENT_S = 5.0  # before it is said which ranks are waited for
+_SILENT_S = 10.0  # before it is said which ranks are waited for
 _AGAIN_S = 1.0  # between two Ctrl-C, for the second to count: time to read what the first one does
 
 
@@ -321,6 +321,8 @@ def is_first_to_say(text: str, store: Callable[[], Any], *, unless_asked: bool) 
 def _ending_of(seen: Mapping[int, int | None], processes: Sequence[Process]) -> Ending:
     """Find what ended first, not what only followed it. seen: exit codes by rank, as they were before ranks were ended."""
     failed = {rank: code for rank, code in seen.items() if code and code > 0}
+    # A rank that an exception ends takes a while: it had failed before SIGTERM came, which it ignored.
+    failed |= dict.fromkeys((each.rank for each in processes if each.exit_code == Exit.FAILED), 1)
     killed = [rank for rank, code in seen.items() if code and code < 0]
     # SIGTERM is what ranks are ended with.
     struck = [rank for rank in killed if seen[rank] != -signal.SIGTERM]

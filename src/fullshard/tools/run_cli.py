@@ -276,6 +276,7 @@ def _show_once(
 
     from fullshard.tools.launch import is_first_to_say
 
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends by this, not by what the launcher does
     text = _text_of(error)
     if not dist.is_initialized():  # from then on, torch names the rank
         if not is_first_to_say(text, _launcher_s_store, unless_asked=True):

@@ -79,6 +79,7 @@ class Trainer:
         except (AllocationError, ModelConfigError) as error:
             raise OptionError(f"--model {config.model_name}: {error}") from error
         self.model = self.language_model.module
+        self._num_positions = job.model.num_positions
         self.num_params = num_params = sum(param.numel() for param in self.model.parameters())
         report.note(
             f"model: {num_params / 1e6:.1f}M parameters, sharded over {config.ranks} "
@@ -283,7 +284,12 @@ class Trainer:
         """
         self.stop.leads_to = "leaving the rest of the sample out; the last step is saved"
         begin = self.text.encode(self.config.prompt or self._words())
-        return self.text.decode([*begin, *self._sampled(begin)])
+        length = self.config.sample_length
+        if self._num_positions is not None:  # which some models have no more of
+            begin = begin[: self._num_positions - 1]
+            length = min(length, self._num_positions - len(begin))
+        self.report.note(f"sampling {length} {self.config.unit}s from the sharded model ...")
+        return self.text.decode([*begin, *self._sampled(begin, length)])
 
     def _words(self) -> str:
         """Return what a sample begins with: of the user's own text, some words that the first step was given."""
@@ -292,12 +298,12 @@ class Trainer:
         words = self.text.decode(self.text.batch(0, range(1)).inputs[0].tolist()).split()
         return " ".join(words[1:4]) or "".join(words)[1:20] or "\n"
 
-    def _sampled(self, begin: list[int]) -> Iterator[int]:
+    def _sampled(self, begin: list[int], length: int) -> Iterator[int]:
         prompt = torch.tensor([begin], device=self.device)
         for token in generate(
             self.language_model.continuation(),
             prompt,
-            length=self.config.sample_length,
+            length=length,
             temperature=self.config.temperature,
             seed=self.config.seed,
             agree=self._agree,

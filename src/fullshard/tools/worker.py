@@ -7,6 +7,7 @@ whose other ranks failed to start.
 """
 
 import dataclasses
+import errno
 import math
 import shlex
 import signal
@@ -143,6 +144,8 @@ def _complain(place: Place, folder: RunFolder, error: Exception) -> Exit:
         return Exit.RANK_LOST
     said = str(error)
     if isinstance(error, OSError):
+        if error.errno == errno.ENOSPC:
+            said = f"{error.filename or folder.path}: no space is left. Free some first (or see --cache)."
         said += f"\n{folder.what_is_saved()}"
     elif not isinstance(error, FullshardError):
         said = f"failed:\n{folded_traceback(error).rstrip()}"
@@ -275,7 +278,6 @@ def _run(job: Job, trainer: Trainer, report: Reporter) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     text = ""
     if done == config.steps and config.sample_length:
-        report.note(f"sampling {config.sample_length} {config.unit}s from the sharded model ...")
         text = trainer.sample()
     own_peak = float(peak_memory_nbytes(trainer.device))
     peak = torch.tensor(own_peak, dtype=torch.float64, device=trainer.device)

@@ -10,6 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fullshard.tools.config import TrainConfig
+from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.text.cache import CorpusError
 from tests.tools.text.conftest import byte_text
 
@@ -34,11 +36,13 @@ def test_folders_give_their_text_in_order(folder: Path) -> None:
 def test_what_a_folder_holds_and_is_not_trained_on_is_said_with_its_reason(folder: Path) -> None:
     for name in ("one.gif", "two.gif", "x.gif"):
         (folder / name).write_bytes(b"GIF\0")
+    RunFolder(folder / "run").start(TrainConfig(), fingerprint="x", done=0)
     (said,) = byte_text([str(folder)], seq=4).remarks
     binary = ", ".join(str(folder / name) for name in ("image.png", "one.gif", "two.gif"))
     assert said == (
         "of --data, not trained on: "
-        f"4 binary ({binary}, ...), 1 hidden ({folder / '.hidden'}), 1 empty ({folder / 'c.txt'})"
+        f"4 binary ({binary}, ...), 1 hidden ({folder / '.hidden'}), 1 empty ({folder / 'c.txt'}), "
+        f"2 of earlier runs ({folder / 'run' / 'config.json'}, {folder / 'run' / 'metrics.jsonl'})"
     )
     assert not byte_text([str(folder / "a.txt")], seq=4).remarks
 

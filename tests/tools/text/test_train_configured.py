@@ -43,6 +43,15 @@ QWEN3 = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
+# Its positions are a table, which ends.
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 29,
+    "n_embd": 16,
+    "n_layer": 1,
+    "n_head": 2,
+    "n_positions": 64,
+}
 MAMBA = {"model_type": "mamba", "vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 1}
 WITHOUT_MODEL = TINY[2:]
 # What a process that trains such a model imports anyway, for seconds.
@@ -65,7 +74,7 @@ class Folder:
         word_tokenizer().save(str(path / "tokenizer.json"))
         lines = [json.dumps({"text": " ".join("abcdefghij"[: 1 + n % 10])}) for n in range(200)]
         (path / "text.jsonl").write_text("\n".join(lines))
-        for name, fields in (("qwen3", QWEN3), ("mamba", MAMBA)):
+        for name, fields in (("qwen3", QWEN3), ("mamba", MAMBA), ("gpt2", GPT2)):
             (path / f"{name}.json").write_text(json.dumps(fields))
         self.ranks = self.train(2, "--steps", "3", "--out", self.run)
 
@@ -94,6 +103,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     made = Folder(tmp_path_factory.mktemp("configured"))
     assert [rank.code for rank in made.ranks] == [0, 0], [rank.err for rank in made.ranks]
     return made
+
+
+@pytest.mark.parametrize("prompt", ["a", "a " * 100])
+def test_a_sample_ends_with_the_model_s_positions(
+    folder: Folder, tmp_path: Path, prompt: str
+) -> None:
+    more = ("--steps", "1", "--sample-length", "100", "--prompt", prompt, "--out", tmp_path)
+    (run,) = folder.train(1, *more, model="gpt2.json")
+    assert run.code == 0, run.err
+    summary = RunFolder(tmp_path).read_summary()
+    assert summary is not None
+    assert len(summary["sample"].split()) <= 64
 
 
 def _first_entry(run: Path) -> dict[str, Any]:

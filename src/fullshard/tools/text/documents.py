@@ -393,7 +393,7 @@ def _what_else(columns: Mapping[str, bool]) -> str:
         return pair
     if has:
         return f"Name another with --text-field (text is in: {_named(has)})."
-    return f"No field has text. {_AS_TEXT}"
+    return f"No field has text: leave this file out. {_AS_TEXT}"
 
 
 def _of_chats(columns: Collection[str]) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fullshard.tools.config import how_to_get
+from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.text.cache import CorpusError
 from fullshard.tools.text.documents import (
     BINARY_NBYTES,
@@ -74,6 +75,7 @@ class Skipped:
     compressed: list[str] = dataclasses.field(default_factory=list)
     hidden: list[str] = dataclasses.field(default_factory=list)
     empty: list[str] = dataclasses.field(default_factory=list)
+    of_earlier_runs: list[str] = dataclasses.field(default_factory=list)
     beside_data: list[str] = dataclasses.field(default_factory=list)
     of_other_splits: list[str] = dataclasses.field(default_factory=list)
 
@@ -206,11 +208,16 @@ def _kind_of(path: Path) -> str:
 
 
 def _readable(path: Path, use: Use, skipped: Skipped) -> list[Path]:
-    """Return a folder's files that are neither hidden nor binary."""
+    """Return a folder's files that are neither hidden nor binary, nor of runs of `fullshard train` in it."""
     found = []
-    for file in _in_order(path.rglob("*"), path):
+    files = _in_order(path.rglob("*"), path)
+    runs = {each.parent for each in files if each.name == RunFolder(each.parent).metrics_file.name}
+    runs = {each for each in runs if RunFolder(each).config_file.exists()}
+    for file in files:
         if any(part.startswith(".") for part in file.relative_to(path).parts):
             skipped.hidden.append(str(file))
+        elif not runs.isdisjoint(file.parents):
+            skipped.of_earlier_runs.append(str(file))
         elif is_compressed(file):
             skipped.compressed.append(str(file))
         elif is_binary(file):
