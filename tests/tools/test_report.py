@@ -290,7 +290,8 @@ def test_the_command_writes_prints_and_refuses(tmp_path: Path) -> None:
         fact in call(run, "--md").output
         for fact in (advice, "| layer | 0.05 µs | 0.09 µs | 0.14 µs", "## run")
     )
-    assert call(run, "--md", "--follow").exit_code == Exit.USAGE
+    for other in ("--follow", "--json"):
+        assert call(run, "--md", other).exit_code == Exit.USAGE
     other = call(run, "--out", tmp_path / "elsewhere" / "page.html")
     assert other.exit_code == Exit.OK
     assert (tmp_path / "elsewhere" / "page.html").is_file()

@@ -261,6 +261,8 @@ def report(
     try:
         if follow and (several or as_json or as_markdown):
             raise OptionError("--follow: writes the page of one run; leave out the others.")
+        if as_json and as_markdown:
+            raise OptionError("--json and --md: leave one of them out.")
         if as_json:
             print(json_text(tool.compare(runs) if several else tool.metrics_of(runs[0]), indent=2))
         elif as_markdown:

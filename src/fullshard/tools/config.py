@@ -343,7 +343,7 @@ class TrainConfig:
         if fixed:
             raise OptionError(
                 f"--resume: this run was started with other options: {fixed}. Leave them out to "
-                "continue it, or start a new run with another --out."
+                "continue it, or start a new run with another --out (and --init-from, for its weights)."
             )
         if "ranks" in differing and not {"batch", "grad_accum"} & changes.keys():
             differing |= self._shared_by(differing["ranks"])

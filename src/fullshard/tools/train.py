@@ -183,7 +183,7 @@ class Trainer:
                 "leave --init-from out."
             )
         return (
-            f"step {step}: {wrong}. Lower --lr (now {config.lr}), or raise --warmup (now "
+            f"step {step}: {wrong}. Lower --lr (now {config.lr:g}), or raise --warmup (now "
             f"{config.warmup}), for example: {changed}\n{kept}"
         )
 
