@@ -343,7 +343,7 @@ _MOST_LINES = {
     "peers": 3354,
     "plan": 1540,
     "state": 3270,
-    "tools": 16445,
+    "tools": 16500,
     "top": 2036,
     "watch": 1494,
 }

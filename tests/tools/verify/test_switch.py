@@ -32,19 +32,24 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-model = FullyShardedDataParallel(
-    nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3)), use_orig_params={orig}, device_id=torch.device("cpu")
-)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def wrapped():
+    layers = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 7))
+    return FullyShardedDataParallel(layers, use_orig_params={orig}, device_id=torch.device("cpu"))
+generator, model = wrapped(), wrapped()
+optimizer, of_generator = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, generator))
 around = nn.Sequential(model)  # as torch.compile puts a module around it
 torch.manual_seed(dist.get_rank())
 for _ in range(6):
+    made = generator(torch.randn(4, 7))  # its backward comes after the other's step
     with model.no_sync():
         around(torch.randn(4, 7)).square().mean().backward()
     around(torch.randn(4, 7)).square().mean().backward()
     model.clip_grad_norm_(0.5)
     optimizer.step()
+    around(made).square().mean().backward()
+    of_generator.step()
     optimizer.zero_grad()
+    of_generator.zero_grad()
 """
 
 
@@ -87,7 +92,8 @@ def test_a_script_for_fsdp1_is_compared_shard_by_shard(tmp_path: Path, orig: boo
     assert found["values"]["uncompared"] == []
     assert found["values"]["steps"] == 2
     assert found["values"]["same_gradients"]
-    assert len(found["values"]["losses"]["torch"]) == 4  # micro-batches
+    assert found["values"]["num_gradients"] == 8, "of both models"
+    assert len(found["values"]["losses"]["torch"]) == 3  # micro-batches, and the generator's
 
 
 FAILING = """

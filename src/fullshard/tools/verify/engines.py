@@ -83,6 +83,7 @@ class OnEngine(Side):
         self.is_compiled = bool(run.round)
         self.models = _SeenModels()
         self._engine = run.engine
+        self._stepping: set[int] = set()  # the ids of the parameters of the optimizer that steps
         self._bits: dict[str, str] = {}  # of this step's gradients
 
     def install(self) -> None:
@@ -95,13 +96,26 @@ class OnEngine(Side):
         named = root.parameters().items()
         self._note_start(root, {name: local_of(parameter) for name, parameter in named})
 
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super().before_step(optimizer)
+        self._stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
+
     def gradients(self, root: Root) -> Tensors:
-        """Return samples of this rank's gradients, and note their bits. Collective."""
-        if any(hasattr(module, _SUMMON) for module in root.module.modules()):
-            named = whole_gradients(root, gather=_summoned)  # flat ones may be cut elsewhere
-        else:
-            grads = {name: parameter.grad for name, parameter in root.parameters().items()}
-            named = {name: local_of(grad) for name, grad in grads.items() if grad is not None}
+        """Return samples of this rank's gradients, and note their bits. Collective.
+
+        What is wrapped is gathered if the optimizer that steps has its parameters: gathering writes to these, and
+        another model may be between its forward and its backward.
+        """
+        wrapped = _wrapped(root)
+        gathered = {id(p) for each in wrapped for p in each.module.parameters()}
+        named = {
+            name: local_of(parameter.grad)
+            for name, parameter in root.parameters().items()
+            if id(parameter) not in gathered and parameter.grad is not None
+        }
+        for each in wrapped:
+            if not self._stepping.isdisjoint(map(id, each.module.parameters())):
+                named |= whole_gradients(each, gather=_summoned)  # flat ones may be cut elsewhere
         bits = {f"{self.rank}/{name}": fingerprint(grad) for name, grad in named.items()}
         self._bits |= bits
         return {f"{self.rank}/{n}": sample_with_norm(grad) for n, grad in named.items()}
@@ -121,11 +135,22 @@ class OnEngine(Side):
         return {}
 
 
+def _wrapped(root: Root) -> list[Root]:
+    """Return the outermost wrappers of FSDP1 in a model, each as a model."""
+    found: list[Root] = []
+    covered: set[nn.Module] = set()
+    for path, module in root.module.named_modules():
+        if hasattr(type(module), _SUMMON) and module not in covered:
+            covered |= set(module.modules())
+            name = root.name(path)
+            found.append(Root(module, f"{name}." if name else ""))
+    return found
+
+
 def _summoned(root: Root) -> Tensors:
-    """Return the whole parameters of a model that is wrapped, by its wrapper; on rank 0 alone. Collective."""
-    wrapper = next(module for module in root.module.modules() if hasattr(module, _SUMMON))
-    on_cpu = next(wrapper.parameters()).device.type == "cpu"
-    whole = getattr(type(wrapper), _SUMMON)
+    """Return the whole parameters of a wrapper; on rank 0 alone. Collective."""
+    on_cpu = next(root.module.parameters()).device.type == "cpu"
+    whole = getattr(type(root.module), _SUMMON)
     with whole(root.module, writeback=False, rank0_only=True, offload_to_cpu=not on_cpu):
         if dist.get_rank():
             return {}

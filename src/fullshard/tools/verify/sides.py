@@ -101,6 +101,10 @@ class Side:
     def after_backward(self) -> None:
         """See that gradients are there. Collective."""
 
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """See that an optimizer is about to step."""
+        self.optimizers.add(optimizer)
+
     def gradients(self, root: Root) -> Tensors:
         """Return whole gradients by name; on rank 0 alone. Collective."""
         if 0 not in self.parts:

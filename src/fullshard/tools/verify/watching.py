@@ -210,7 +210,7 @@ class Watch:
     # Step
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
-        self._side.optimizers.add(optimizer)
+        self._side.before_step(optimizer)
         self._end_if_over()
         if self._in_backward and self._side.models.roots:
             raise UnsupportedError(
