@@ -325,7 +325,7 @@ def test_no_package_binds_a_name_of_its_submodules(package: Path) -> None:
 # and asks for a sentence in the commit that says what users get for it. Lower it when a room has shrunk.
 _MOST_LINES = {
     "batches": 757,
-    "checkpoint": 6784,
+    "checkpoint": 6792,
     "comm": 3175,
     "compare": 1310,
     "convert": 2110,
@@ -343,7 +343,7 @@ _MOST_LINES = {
     "peers": 3354,
     "plan": 1540,
     "state": 3270,
-    "tools": 16500,
+    "tools": 16510,
     "top": 2036,
     "watch": 1494,
 }

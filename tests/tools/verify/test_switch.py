@@ -164,6 +164,7 @@ def test_the_verdict_is_one_sentence() -> None:
     other = _switch(same_losses=False, loss=0.1, is_rounding=False)
     assert "more than rounding" in other.verdict
     assert other.code is Exit.DIFFERENT
+    assert "no gradients" in _switch(num_gradients=0).verdict
     assert Switch(OPTIONS, failed="failed on both").code is Exit.FAILED
     assert _switch(costs=None).code is Exit.OK, "too few steps to be timed"
     assert dataclasses.replace(_switch(costs=None), failed="ValueError").code is Exit.FAILED

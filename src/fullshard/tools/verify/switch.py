@@ -127,6 +127,8 @@ class Switch:
 
 def _same(values: Values) -> str:
     over = f"over {counted(values.steps, 'step')}"
+    if values.same_losses and not values.num_gradients:  # of an optimizer with copies of parameters
+        return f"same losses in every bit {over}, and no gradients seen at the optimizer's steps"
     if values.same_losses and values.same_gradients:
         return f"same losses and gradients in every bit {over}"
     if values.same_losses:
