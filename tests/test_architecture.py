@@ -343,7 +343,7 @@ _MOST_LINES = {
     "peers": 3354,
     "plan": 1540,
     "state": 3270,
-    "tools": 16510,
+    "tools": 16540,
     "top": 2036,
     "watch": 1494,
 }

@@ -122,6 +122,15 @@ PROVOKED = {
         "24 %",
         run(pair(reduce=200), config=dataclasses.replace(CONFIG, grad_accum=4)),
     ),
+    "old trace": (
+        "traced before the run went on with --ranks 1 in place of 2, --batch 8 in place of 4",
+        "",
+        run(
+            pair(reduce=200),
+            config=dataclasses.replace(CONFIG, ranks=1, batch=8),
+            earlier=[{"until": 40, "options": dataclasses.replace(CONFIG, ranks=2)}],
+        ),
+    ),
     "accumulate": ("reduced 4 times a step", "24 %", run(pair(reduce=60, num_reduces=4))),
     "reshard": ("reshard_after_forward=False", "14 %", run(pair(gather=100))),
     "barriers": ("in turn", "23 %", run(pair(fence=300), config=CONFIG)),

@@ -317,7 +317,12 @@ class TestResume:
         (folder.checkpoints / "step-00000020").rename(
             folder.checkpoints / "step-00000020.partial-1"
         )
-        with pytest.raises(OptionError, match="no complete checkpoint"):
+        with pytest.raises(OptionError, match="no complete checkpoint") as refused:
+            resumed_job(folder.path, {})
+        assert "--lr" not in str(refused.value)
+        numbers = dict.fromkeys(("seconds", "tokens_per_second", "peak_memory"), 1)
+        folder.add_metrics({"step": 21, "loss": math.nan, **numbers})
+        with pytest.raises(OptionError, match=r"step 21 was not finite .*--auto-resume --lr "):
             resumed_job(folder.path, {})
 
     def test_changed_text_is_refused(self, folder: RunFolder, text: Path) -> None:

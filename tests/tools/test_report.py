@@ -361,6 +361,9 @@ def test_the_page_says_what_the_run_was_made_of(tmp_path: Path) -> None:
     found = figures(folder.path)
     assert found["val_loss"] == 2.5
     assert found["flops"] == pytest.approx(facts["flops_per_token"] * 100 / 2)  # of each of 2 ranks
+    # Resumed on another number of ranks: a step counts with those that took it.
+    folder.start(dataclasses.replace(config, ranks=1), fingerprint="text", done=25, facts=facts)
+    assert figures(folder.path)["flops"] == found["flops"]
     assert "mfu" not in found  # nobody says what this processor reaches
     assert 'href="trace.json"' in page.text
 

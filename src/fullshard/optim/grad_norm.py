@@ -96,9 +96,9 @@ def clip_grad_norm_(
 def _mention_debug(norm_type: float) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.warning(
-            "The gradients' norm of order %s is not finite, on all ranks. Run again with FULLSHARD_DEBUG=nan to see in "
+            "The gradients' norm%s is not finite, on all ranks. Run again with FULLSHARD_DEBUG=nan to see in "
             "which module, on which rank, the first value was not.",
-            norm_type,
+            "" if norm_type == 2 else f" of order {norm_type}",
         )
 
 

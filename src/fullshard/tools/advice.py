@@ -4,6 +4,7 @@ A rule gives nothing, or one sentence with what it would gain at most. The thres
 that are worth a change of a program; each has its reason beside it.
 """
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from fullshard.tools.run_record import (
 )
 from fullshard.tools.trace_metrics import (
     COLLECTOR_MATTERS,
+    common_steps,
     exposed_ns,
     peaks,
     shares,
@@ -30,6 +32,7 @@ from fullshard.tools.trace_metrics import (
 from fullshard.tools.waiting import Straggler, straggler
 
 _MOST = 3  # more are not read
+_TRACE_DEPENDS_ON = ("ranks", "batch", "grad_accum", "activation_checkpointing", "device")
 
 _EXPOSED = 0.15  # of less, twice the batch saves 7 % at most, which is noise on many machines
 _LATE = 0.05  # of a step: ranks that are equally fast take turns in being last, by a few per cent
@@ -58,8 +61,29 @@ class Advice(NamedTuple):
 
 def advise(run: RunRecord) -> list[Advice]:
     """Return what stands out in a run, what gains most first, at most three; nothing if it is healthy."""
-    found = [advice for rule in _RULES for advice in rule(run)]
+    past = _outdated(run)
+    if past:
+        run = dataclasses.replace(run, traces=[])
+    found = [*past, *(advice for rule in _RULES for advice in rule(run))]
     return sorted(found, key=lambda advice: -advice.share)[:_MOST]
+
+
+def _outdated(run: RunRecord) -> list[Advice]:
+    """Say that a trace tells nothing of what is to gain, as the run went on with other options."""
+    if not run.traces or run.config is None:
+        return []
+    steps = common_steps(run.traces)
+    then = run.config_at(steps[-1]) or run.config
+    changed = ", ".join(
+        f"--{name.replace('_', '-')} {getattr(run.config, name)} in place of {getattr(then, name)}"
+        for name in _TRACE_DEPENDS_ON
+        if getattr(run.config, name) != getattr(then, name)
+    )
+    text = (
+        f"Steps {steps[0]} to {steps[-1]} were traced before the run went on with {changed}, so they do not tell what is "
+        "to gain now: resume with --trace-steps to record others."
+    )
+    return [Advice("old trace", text, "", 0.0)] if changed else []
 
 
 def verdict(run: RunRecord) -> list[Advice]:

@@ -28,10 +28,12 @@ from fullshard.tools.config import (
     TrainConfig,
     as_size_or_path,
     how_to_get,
+    lower_lr,
     with_defaults,
 )
 from fullshard.tools.loggers import check_loggers
 from fullshard.tools.run_folder import RunFolder
+from fullshard.tools.run_record import not_finite
 from fullshard.tools.text.corpus import NUM_BYTES
 from fullshard.tools.text.opening import Text, open_text
 from fullshard.tools.text.tokenizer import FILE as TOKENIZER
@@ -232,9 +234,12 @@ def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CA
         )
     checkpoint = fullshard.latest_checkpoint(folder.checkpoints)
     if checkpoint is None:
+        marks = not_finite(folder.metrics())
+        why = f", as step {marks[0][0]} was not finite ({marks[0][1]})" if marks else ""
+        lower = f" --lr {lower_lr(folder.read_config()):.1g}" if marks else ""
         raise OptionError(
-            f"--resume {path}: holds no complete checkpoint; the run ended before its first one. "
-            f"Begin it again with: {folder.to_begin_again}"
+            f"--resume {path}: holds no complete checkpoint; the run ended before its first one{why}. "
+            f"Begin it again with: {folder.to_begin_again}{lower}"
         )
     changes = {key: value for key, value in changes.items() if value not in ("auto", None)}
     if "finetune" in changes:  # of which the run has its own copies

@@ -190,16 +190,19 @@ def _flops(run: RunRecord) -> Iterator[Figure]:
     per_token = run.facts.get("flops_per_token")
     if not (per_token and run.metrics and run.config):
         return
-    speed = statistics.median(_after_first(run.metrics, "tokens_per_second"))
-    own = per_token * speed / run.config.ranks
+    speeds = []  # of a rank
+    for entry in run.metrics[1:] or run.metrics:
+        config = run.config_at(entry["step"]) or run.config
+        speeds.append(entry["tokens_per_second"] / config.ranks)
+    own = per_token * statistics.median(speeds)
     device = run.facts["hardware"]["device"]
     peak = peak_flops(device, run.config.dtype)
-    note = "of each rank"
+    note = "forward and backward"
     if peak is not None:
         note += f"; utilization {100 * own / peak:.1f} % of {peak / 1e12:.0f} TFLOP/s"
     yield Figure(
         "flops",
-        "Model FLOP/s",
+        "Model FLOP/s, a rank",
         own,
         "FLOP/s",
         scaled(own, {"T": 1e12, "G": 1e9, "M": 1e6}),

@@ -58,6 +58,11 @@ class RunRecord:
     switch: Switch | None = None
     text: LearntText | None = None
 
+    def config_at(self, step: int) -> TrainConfig | None:
+        """Return the options that a step was taken with: a resume may have changed them."""
+        parts = (part["options"] for part in self.earlier if step <= part["until"])
+        return next(parts, self.config)
+
     @property
     def title(self) -> str:
         """What people call it: its folder, or where nobody chose that name what it trains, and when it began.
