@@ -67,13 +67,7 @@ class Form(str, enum.Enum):
     DCP = "dcp"
 
 
-def _is_there(path: str) -> str:
-    if "://" not in path and not Path(path).exists():
-        raise typer.BadParameter(f"{path}: there is no such file or folder.")
-    return path
-
-
-_Path = Annotated[str, typer.Argument(help="What to read.", metavar="PATH", callback=_is_there)]
+_Path = Annotated[str, typer.Argument(help="What to read.", metavar="PATH")]
 _Target = Annotated[str, typer.Argument(help="The folder to write.", metavar="TARGET")]
 _Json = Annotated[bool, flag("--json", "Print one JSON object.")]
 _Weights = Annotated[bool, flag("--weights-only", "Leave out optimizers and extra state.")]
@@ -286,10 +280,7 @@ def import_(
 )
 def prune(
     folder: Annotated[
-        str,
-        typer.Argument(
-            help="A folder of checkpoints, or a run.", metavar="FOLDER", callback=_is_there
-        ),
+        str, typer.Argument(help="A folder of checkpoints, or a run.", metavar="FOLDER")
     ],
     keep_last: Annotated[
         int,

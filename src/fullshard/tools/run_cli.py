@@ -90,7 +90,9 @@ def offered(typed: Sequence[str], begun: str) -> list[tuple[str, str]]:
     """
     _, arguments = split_program([*typed, begun], _WITH_VALUE)
     found: list[tuple[str, str]] = []
-    for action in () if arguments else _parser("")._actions:
+    actions: list[argparse.Action] = []
+    _parser("", actions)
+    for action in () if arguments else actions:
         if typed and typed[-1] in _WITH_VALUE:
             values = action.choices or () if typed[-1] in action.option_strings else ()
         else:
@@ -107,7 +109,8 @@ class _Help(argparse.HelpFormatter):
         return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
+def _parser(prog: str, added: list[argparse.Action] | None = None) -> argparse.ArgumentParser:
+    """Return what reads the words before the script. added: gets its options and arguments."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Run an unmodified script on fullshard: what it imports from torch.distributed.fsdp is then fullshard's.",
@@ -116,44 +119,46 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
         usage=f"{prog} [OPTIONS] (SCRIPT | -m MODULE) [ARGS]",
     )
-    parser.add_argument(
-        "script", nargs="?", help="a path; what follows is the script's own", metavar="SCRIPT"
-    )
-    parser.add_argument(
-        "-m", dest="module", help="a module, in place of a script", metavar="MODULE"
-    )
-    parser.add_argument(
+
+    def add(*names: str, **how: Any) -> None:
+        action = parser.add_argument(*names, **how)
+        if added is not None:
+            added.append(action)
+
+    add("script", nargs="?", help="a path; what follows is the script's own", metavar="SCRIPT")
+    add("-m", dest="module", help="a module, in place of a script", metavar="MODULE")
+    add(
         "--ranks",
         type=_count,
         metavar="N",
         help="start N ranks on this machine; without it, be a rank that torchrun has started",
     )
-    parser.add_argument(
+    add(
         "--comm",
         choices=_WAYS,
         default=_WAYS[0],
         metavar="WAY",
         help=f"how ranks exchange bytes: {', '.join(_WAYS)} (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--engine",
         choices=["fullshard", "torch"],
         default="fullshard",
         metavar="ENGINE",
         help="torch: leave PyTorch's names alone, to compare with the same command",
     )
-    parser.add_argument(
+    add(
         "--cpu",
         action="store_true",
         help="have Accelerate and Lightning, which shard on accelerators alone, do so on CPUs",
     )
-    parser.add_argument(
+    add(
         "--trace",
         type=Path,
         metavar="DIR",
         help="record where time and memory of some steps go, for: fullshard report DIR",
     )
-    parser.add_argument(
+    add(
         "--trace-steps",
         type=_steps,
         default=_TRACED,
