@@ -158,9 +158,11 @@ def _complain(place: Place, folder: RunFolder, error: Exception) -> Exit:
 
 
 def _is_loss(error: Exception) -> bool:
-    """Whether an error follows from the end of another rank: a save or a load that failed may."""
+    """Whether an error follows from the end of another rank: a save or a load that failed may, unless all were told."""
     if isinstance(error, CheckpointError):
-        return bool(lost_ranks({*range(dist.get_world_size())} - {dist.get_rank()}))
+        lost = lost_ranks({*range(dist.get_world_size())} - {dist.get_rank()})
+        words = watchdog().board.last_words(lost).values()
+        return len(lost) > sum(CheckpointError.__name__ in each.error for each in words)
     return isinstance(error, PeerLostError)
 
 
