@@ -380,3 +380,13 @@ def test_a_norm_that_is_not_finite_is_mentioned_once_on_one_rank(api: Api) -> No
             assert api.clip_grad_norm_(model.parameters(), 1.0).isnan()
     assert len(said) == (1 if rank() == 0 else 0)
     assert not said or "FULLSHARD_DEBUG=nan" in said[0]
+
+
+@pytest.mark.ours("takes it in the gradients' dtype")
+def test_a_norm_is_float32_on_one_rank_as_on_several() -> None:
+    parameter = nn.Parameter(torch.empty(1000, dtype=torch.bfloat16))
+    parameter.grad = torch.linspace(1, 2, 1000).bfloat16()
+    expected = parameter.grad.float().norm()
+    norm = grad_norm.clip_grad_norm_([parameter], 1e9)
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm, expected)

@@ -65,16 +65,16 @@ def clip_grad_norm_(
         by_groups.setdefault(part.groups, []).append(part)
     if not by_groups:
         return torch.tensor(0.0, device="cpu")
-    if not any(by_groups):  # nothing is divided over ranks
-        counted = [part.counted for part in by_groups[()] if part.counted is not None]
-        norm = nn.utils.get_total_norm([each for each in counted if each.numel()], norm_type)
-    elif norm_type > 0:
+    if norm_type > 0:
         norm = _norm_over_ranks(by_groups, norm_type, parameters[-1].device)
-    else:
+    elif any(by_groups):
         raise StateError(
             f"norm_type is {norm_type}: norms of order 0 or less are not taken of gradients that are divided over "
             "ranks. Give 1, 2, another positive number, or math.inf."
         )
+    else:
+        counted = [part.counted for part in by_groups[()] if part.counted is not None]
+        norm = nn.utils.get_total_norm(counted, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise StateError(
             f"The gradients' norm of order {norm_type} is {norm.item()}. Run with FULLSHARD_DEBUG=nan "
@@ -105,9 +105,12 @@ def _mention_debug(norm_type: float) -> None:
 def _norm_over_ranks(
     by_groups: Mapping[Groups, list[_GradientPart]], norm_type: float, device: torch.device
 ) -> torch.Tensor:
+    if not any(by_groups):  # no power, of which the root would be another in its last bit
+        return _local_norm(by_groups[()], norm_type, device)
     powers = []
     for groups, parts in by_groups.items():
-        power = _local_power(parts, norm_type, device)
+        norm = _local_norm(parts, norm_type, device)
+        power = norm if math.isinf(norm_type) else norm**norm_type
         for group in groups:
             op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
             # To a device that the group serves: offloaded gradients are in host memory. Process
@@ -209,10 +212,8 @@ def _is_partial(placements: tuple[Placement, ...]) -> bool:
     return any(placement.is_partial() for placement in placements)
 
 
-def _local_power(
-    parts: list[_GradientPart], norm_type: float, device: torch.device
-) -> torch.Tensor:
-    """Return the sum of p-th powers, or the maximum for infinity: 0-dim, float32 or float64."""
+def _local_norm(parts: list[_GradientPart], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Return the norm of this rank's parts: 0-dim, float32 or float64."""
     # By the parameters' dtypes, not the gradients': all ranks have to all-reduce the same dtype,
     # and a rank may have no gradient.
     wide = {part.dtype for part in parts} & {torch.float64, torch.complex128}
@@ -225,5 +226,4 @@ def _local_power(
         [norm.to(dtype) for norm in torch._foreach_norm(counted, norm_type, dtype=dtype)]
     )
     # As PyTorch's wrapper does: where ranks divide gradients as it does, the norm is its norm in every bit.
-    norm = torch.linalg.vector_norm(norms, norm_type)
-    return norm if math.isinf(norm_type) else norm**norm_type
+    return torch.linalg.vector_norm(norms, norm_type)
