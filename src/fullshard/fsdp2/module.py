@@ -97,7 +97,7 @@ class FSDPModule:
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """Free parameters after backward, or keep them for the next micro-batch."""
-        self._configure(recurse=recurse, reshard_after_backward=reshard_after_backward)
+        self._configure(recurse=recurse, reshard_after_backward=bool(reshard_after_backward))
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Keep the memory of unsharded parameters while they are sharded, or free it as usual.
