@@ -8,6 +8,7 @@ One script per question, each printing ratios against peers measured in the same
     python -m bench.launches      operations that a device is given in a step
     python -m bench.memory        peak tensor bytes per rank over what must be there
     python -m bench.collectives   all-gather and reduce-scatter against a memory copy and Gloo
+    python -m bench.disk          state on a disk, against the disk by itself
     python -m bench.gpu           training on one GPU (`make gpu-check`)
     python -m bench.run_all       all of them in one table beside the goals (`make bench`)
 

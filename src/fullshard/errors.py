@@ -10,7 +10,7 @@
     │   ├── DivergenceError           ranks took different paths through the model
     │   └── CheckpointError           a checkpoint that cannot be written, read, or does not fit
     │       └── DamagedCheckpointError    its files are not as they were written
-    ├── AllocationError (RuntimeError, also MemoryError)  too little memory, or too few files
+    ├── AllocationError (RuntimeError, also MemoryError)  too little memory or disk, or too few files
     ├── LaunchError   (RuntimeError)  ranks that `launch` has started failed, or cannot be started
     └── CommError     (RuntimeError)  communication failed
         ├── PeerLostError             a rank died or left while others waited for it
@@ -63,7 +63,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class AllocationError(FullshardError, RuntimeError, MemoryError):
-    """There is too little memory, or a limit of this process is too low."""
+    """There is too little memory or space on a disk, or a limit of this process is too low."""
 
 
 class LaunchError(FullshardError, RuntimeError):

@@ -7,6 +7,7 @@ import functools
 import importlib
 import mmap
 import os
+import re
 import socket
 import struct
 from collections.abc import Iterator
@@ -161,6 +162,18 @@ def _reclaimable(folder: Path) -> int:
         name, _, number = line.partition(" ")
         found[name.removeprefix("total_")] = int(number)  # version 1: with groups inside
     return sum(found.get(name, 0) for name in ("active_file", "inactive_file", "slab_reclaimable"))
+
+
+def filesystem(path: Path) -> str:
+    """Return the type of the filesystem that a path is on, such as ext4; empty where the system does not tell."""
+    found, depth = "", 0
+    for line in (_read(_PROC / "self/mountinfo") or "").splitlines():
+        about, _, type_and_source = line.partition(" - ")
+        # A space in a path is \040.
+        mount = Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), about.split()[4]))
+        if path.resolve().is_relative_to(mount) and len(mount.parts) >= depth:
+            found, depth = type_and_source.split()[0], len(mount.parts)  # the last covers others
+    return found
 
 
 def resident_nbytes() -> int | None:

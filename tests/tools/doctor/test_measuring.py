@@ -151,3 +151,21 @@ def test_cuda_devices_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [device.uuid for device in found.found] == ["GPU-0", "GPU-1", "GPU-2"]
     assert found.found[0].capability == "9.0"
     assert found.no_access == ((0, 2), (2, 0))
+
+
+def test_a_filesystem_is_that_of_the_deepest_mount_that_covers_others(here: Path) -> None:
+    mounts = [
+        "21 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw",
+        f"22 21 0:5 / {here}/data rw - nfs4 store:/data rw",
+        f"23 22 0:6 / {here}/data/my\\040disk rw - xfs /dev/vdb rw",
+        f"24 21 0:7 / {here}/over rw - ext4 /dev/vdc rw",
+        f"25 24 0:8 / {here}/over rw - tmpfs tmpfs rw",
+    ]
+    _write(here, {"proc/self/mountinfo": "\n".join(mounts)})
+    (here / "link").symlink_to(here / "over")
+    found = {
+        name: host.filesystem(here / name) for name in ("data2", "data/a", "data/my disk", "link")
+    }
+    assert found == {"data2": "ext4", "data/a": "nfs4", "data/my disk": "xfs", "link": "tmpfs"}
+    (here / "proc/self/mountinfo").unlink()
+    assert host.filesystem(here) == ""
