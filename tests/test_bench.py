@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from bench import gpu, launches, run_all, step
+from bench import disk, gpu, launches, run_all, step
 from bench.alone import Measured as AloneMeasured
 from bench.alone import cpu_ratio, wall_ratio
 from bench.collectives import MEMORY_COPY, Operation
@@ -18,6 +19,7 @@ from bench.collectives import Setting as CollectiveSetting
 from bench.goals import AHEAD, HEADINGS, Row, Section, at_least, at_most, count_reached
 from bench.implementations import IMPLEMENTATIONS, Work, why_not
 from bench.tables import Table, median_interval
+from fullshard.optim.unit_files import ALIGNMENT, UnitFiles
 from tests.fresh import in_warm_forks
 
 ROOT = Path(__file__).parent.parent
@@ -199,3 +201,26 @@ def test_a_device_is_given_no_more_operations_than_by_fsdp2() -> None:
         assert launches.over_fsdp2(results, model) <= 1.0
         # None of it stands in the way of compute.
         assert ours.side_lanes == ours.total
+
+
+def test_every_unit_is_moved_by_the_disk_and_by_us(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_REQUEST", 2 * ALIGNMENT)
+    with closing(UnitFiles(tmp_path, rank=0)) as files:
+        moved = disk.Disk(files, num_units=4, nbytes=5 * ALIGNMENT)
+        # Ours takes three buffers in turn, the raw one the first.
+        for write, filled in ((moved.write, [0, 1, 2, 0]), (moved.raw_write, [0, 0, 0, 0])):
+            for n, buffer in enumerate(moved.buffers):
+                buffer.fill_(n)
+            write()
+            assert [files.view(unit).unique().tolist() for unit in moved.units] == [
+                [n] for n in filled
+            ]
+        for read in (moved.read, moved.raw_read):
+            moved.buffers[0].fill_(99)
+            read()
+            assert moved.buffers[0].unique().tolist() == [0]
+        rates = disk.measure(moved, num_rounds=2)
+    assert {name: len(of_rounds) for name, of_rounds in rates.items()} == dict.fromkeys(rates, 2)
+    assert [row[0] for row in disk.build_table(rates, "").rows] == ["write", "read", "both"]
