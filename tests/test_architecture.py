@@ -331,7 +331,7 @@ _MOST_LINES = {
     "convert": 2110,
     "deferred": 570,
     "drop_in": 700,
-    "engine": 11639,
+    "engine": 11646,
     "faces": 1350,
     "fsdp1": 2360,
     "fsdp2": 1010,
@@ -339,13 +339,13 @@ _MOST_LINES = {
     "live": 910,
     "migrate": 920,
     "models": 1174,
-    "optim": 1178,
+    "optim": 2030,
     "peers": 3354,
-    "plan": 1540,
+    "plan": 1590,
     "state": 3270,
     "tools": 16540,
-    "top": 2046,
-    "watch": 1494,
+    "top": 2104,
+    "watch": 1502,
 }
 
 

@@ -7,7 +7,9 @@ arguments into a ``UnitConfig``. The engine reads no other options, and every ``
 
 import dataclasses
 import enum
+import os
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import nn
@@ -84,6 +86,55 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacementPolicy(OffloadPolicy):
+    """Say where what a unit trains is kept between its uses: on the device, on the host, on disk.
+
+    parameters: "device" or "host": of sharded parameters, and with them of gradients, since torch keeps a
+        ``.grad`` where its parameter is. "host" is what `CPUOffloadPolicy` does.
+    optimizer: "device", "host" or "disk": of the optimizer's state, see `stream_state`. It is updated where
+        the parameters are, unit by unit.
+    device_nbytes: how many bytes of optimizer state may be on the device, on each rank, those on their way
+        included. As many units' as fit stay there. None lets all leave, and takes twice the largest unit's.
+    folder: of "disk": where each rank makes its files, on a disk of its host.
+    pin_memory: page-lock host memory, so that copies overlap with compute.
+
+    Raises ShardingError for other values.
+    """
+
+    parameters: Literal["device", "host"] = "device"
+    optimizer: Literal["device", "host", "disk"] = "device"
+    device_nbytes: int | None = None
+    folder: str | os.PathLike[str] | None = None
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        for name, places in (
+            ("parameters", ("device", "host")),
+            ("optimizer", ("device", "host", "disk")),
+        ):
+            if getattr(self, name) not in places:
+                raise ShardingError(
+                    f"PlacementPolicy({name}={getattr(self, name)!r}): expected one of "
+                    f"{', '.join(map(repr, places))}."
+                )
+        if self.device_nbytes is not None:
+            if type(self.device_nbytes) is not int or self.device_nbytes < 0:
+                raise ShardingError(
+                    f"PlacementPolicy(device_nbytes={self.device_nbytes!r}): expected a number of bytes, 0 or more."
+                )
+            if self.optimizer == "device":
+                raise ShardingError(
+                    "PlacementPolicy(device_nbytes=...) says how much optimizer state stays on the device. Say with "
+                    'optimizer="host" or "disk" where the rest goes.'
+                )
+        if (self.optimizer == "disk") != (self.folder is not None):
+            raise ShardingError(
+                f"PlacementPolicy(optimizer={self.optimizer!r}, folder={self.folder!r}): "
+                'optimizer="disk" and a folder for its files go together.'
+            )
 
 
 class CommChoice(enum.Enum):
@@ -198,8 +249,12 @@ class UnitConfig:
 
     @property
     def offload_to_cpu(self) -> bool:
-        return isinstance(self.offload_policy, CPUOffloadPolicy)
+        policy = self.offload_policy
+        if isinstance(policy, PlacementPolicy):
+            return policy.parameters == "host"
+        return isinstance(policy, CPUOffloadPolicy)
 
     @property
     def pin_memory(self) -> bool:
-        return isinstance(self.offload_policy, CPUOffloadPolicy) and self.offload_policy.pin_memory
+        policy = self.offload_policy
+        return isinstance(policy, (CPUOffloadPolicy, PlacementPolicy)) and policy.pin_memory

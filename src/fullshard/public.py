@@ -100,12 +100,13 @@ from fullshard.migrate.report import MigrationReport, migrate_report
 from fullshard.migrate.transfer import load_sharded_state, sharded_state
 from fullshard.optim.grad_norm import clip_grad_norm_
 from fullshard.optim.grad_scaler import ShardedGradScaler
-from fullshard.optim.shard_step import step_on_shards
+from fullshard.optim.shard_step import step_on_shards, stream_state
 from fullshard.policies import (
     BackwardPrefetch,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    PlacementPolicy,
 )
 from fullshard.state.options import (
     FullOptimStateDictConfig,
@@ -176,6 +177,7 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "PeerLostError",
     "PeerTimeoutError",
     "PendingSave",
+    "PlacementPolicy",
     "ProcessGroupAllocAllGather",
     "ProcessGroupAllocReduceScatter",
     "ReduceScatter",
@@ -239,6 +241,7 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "share_comm_ctx",
     "size_based_auto_wrap_policy",
     "step_on_shards",
+    "stream_state",
     "stream_weights",
     "sync_buffers",
     "trace",

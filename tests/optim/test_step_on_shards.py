@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import tempfile
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -65,6 +66,19 @@ FORMS = [
     if (loop != "fused" or name in HAS_FUSED) and (name, loop) not in ONLY_ON_SHARDS
 ]
 
+
+def _streamed(optimizer: Optimizer) -> Optimizer:
+    """Step on shards, with state that is on disk between steps."""
+    policy = fullshard.PlacementPolicy(optimizer="disk", folder=tempfile.gettempdir())
+    return fullshard.stream_state(optimizer, policy)
+
+
+WRAPS: tuple[Callable[[Optimizer], Optimizer], ...] = (
+    fullshard.step_on_shards,
+    _streamed,
+    lambda optimizer: optimizer,
+)
+
 # What does not depend on how bytes travel.
 once = pytest.mark.apis("peer_memory", "torch")
 
@@ -99,7 +113,7 @@ def _assert_same(actual: Any, expected: Any) -> None:
     if isinstance(actual, Tensor):
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     elif isinstance(actual, dict):
-        assert list(actual) == list(expected)
+        assert list(actual) == list(expected), f"{list(actual)} {list(expected)}"
         for key, value in actual.items():
             _assert_same(value, expected[key])
     elif isinstance(actual, (list, tuple)):
@@ -117,10 +131,10 @@ def _assert_same_runs(*runs: tuple[nn.Module, Optimizer]) -> None:
         _assert_same(optimizer.state_dict(), other.state_dict())
 
 
-def _two_runs(api: Any, make: Make, **options: Any) -> list[tuple[nn.Module, Optimizer]]:
-    """Return equal models, the first with an optimizer that steps on shards."""
+def _runs(api: Any, make: Make, **options: Any) -> list[tuple[nn.Module, Optimizer]]:
+    """Return equal models: one with an optimizer that steps on shards, one of each of the others."""
     runs = []
-    for wrap in (fullshard.step_on_shards, lambda optimizer: optimizer):
+    for wrap in WRAPS:
         model = _sharded(api, **options)
         runs.append((model, wrap(make(model.parameters()))))
     return runs
@@ -130,7 +144,7 @@ def _two_runs(api: Any, make: Make, **options: Any) -> list[tuple[nn.Module, Opt
 
 
 def _steps_like_the_ordinary_optimizer(api: Api, name: str, loop: str, **options: Any) -> None:
-    runs = _two_runs(api, lambda p: MAKE[name](p, **LOOPS[loop]), **options)
+    runs = _runs(api, lambda p: MAKE[name](p, **LOOPS[loop]), **options)
     for model, optimizer in runs:
         _train(model, optimizer, range(3))
     _assert_same_runs(*runs)
@@ -191,21 +205,21 @@ def test_forms_that_dtensors_lack_step_as_on_plain_tensors(api: Api, name: str, 
 @once
 @on_ranks(4)
 def test_ranks_that_own_nothing_of_a_parameter_have_its_state(api: Api) -> None:
-    runs = _two_runs(api, MAKE["adamw"], mesh=mesh_of(2, 2))
-    runs += _two_runs(api, MAKE["adamw"])  # 3 rows on 4 ranks
-    for model, optimizer in runs:
+    on_two_axes = _runs(api, MAKE["adamw"], mesh=mesh_of(2, 2))
+    runs = _runs(api, MAKE["adamw"])  # 3 rows on 4 ranks
+    for model, optimizer in (*on_two_axes, *runs):
         _train(model, optimizer, range(2))
-    _assert_same_runs(*runs[:2])
-    _assert_same_runs(*runs[2:])
-    shards = [local(p).numel() for p in runs[2][0].parameters()]
+    _assert_same_runs(*on_two_axes)
+    _assert_same_runs(*runs)
+    shards = [local(p).numel() for p in runs[0][0].parameters()]
     assert (0 in shards) == (rank() == 3)
-    assert all(len(own) == 3 for own in runs[2][1].state_dict()["state"].values())
+    assert all(len(own) == 3 for own in runs[0][1].state_dict()["state"].values())
 
 
 @once
 @on_ranks(2)
 def test_offloaded_shards_are_stepped(api: Api) -> None:
-    runs = _two_runs(api, MAKE["adamw"], offload_policy=api.CPUOffloadPolicy(pin_memory=False))
+    runs = _runs(api, MAKE["adamw"], offload_policy=api.CPUOffloadPolicy(pin_memory=False))
     for model, optimizer in runs:
         _train(model, optimizer, range(2))
     _assert_same_runs(*runs)
@@ -215,7 +229,7 @@ def test_offloaded_shards_are_stepped(api: Api) -> None:
 @on_ranks(2)
 def test_low_precision_shards_are_stepped(api: Api) -> None:
     runs = []
-    for wrap in (fullshard.step_on_shards, lambda optimizer: optimizer):
+    for wrap in WRAPS:
         torch.manual_seed(3)
         model = api.fully_shard(UnevenMLP().bfloat16())
         optimizer = wrap(MAKE["adamw"](model.parameters()))
@@ -231,7 +245,7 @@ def test_low_precision_shards_are_stepped(api: Api) -> None:
 @on_ranks(2)
 def test_frozen_parameters_and_groups_are_kept_apart(api: Api) -> None:
     runs = []
-    for wrap in (fullshard.step_on_shards, lambda optimizer: optimizer):
+    for wrap in WRAPS:
         torch.manual_seed(3)
         model = api.fully_shard(PartlyFrozen(), ignored_params=set())
         plain = nn.Parameter(torch.ones(3))  # not sharded
@@ -258,7 +272,7 @@ def test_frozen_parameters_and_groups_are_kept_apart(api: Api) -> None:
 @on_ranks(2)
 def test_wrapped_models_are_stepped(api: Api, name: str, use_orig_params: bool) -> None:
     runs = []
-    for wrap in (fullshard.step_on_shards, lambda optimizer: optimizer):
+    for wrap in WRAPS:
         with wrapped_models.quiet():
             model = wrapped_models.wrap(api, wrapped_models.net(), use_orig_params=use_orig_params)
             optimizer = wrap(MAKE[name](model.parameters()))
@@ -272,7 +286,7 @@ def test_wrapped_models_are_stepped(api: Api, name: str, use_orig_params: bool) 
 def test_tensor_parallel_parameters_and_partial_gradients_are_stepped(api: Api) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     runs = []
-    for wrap in (fullshard.step_on_shards, lambda optimizer: optimizer):
+    for wrap in WRAPS:
         torch.manual_seed(3)
         layer = nn.Linear(6, 5, bias=False)
         layer.weight = nn.Parameter(distribute_tensor(layer.weight, mesh["tp"], [Shard(1)]))
@@ -307,13 +321,18 @@ def _saved(optimizer: Optimizer) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @on_ranks(2)
 def test_state_dicts_of_both_kinds_load_into_both_kinds(api: Api, name: str) -> None:
-    runs = _two_runs(api, MAKE[name])
+    runs = _runs(api, MAKE[name])
     for model, optimizer in runs:
         _train(model, optimizer, range(2))
-    # Of the other one, one of them through a file.
-    states = [_saved(runs[1][1]), copy.deepcopy(runs[0][1].state_dict())]
-    _assert_same(*states)
-    resumed = _two_runs(api, MAKE[name])
+    # Of another one, two of them through a file.
+    states = [
+        _saved(runs[1][1]),
+        _saved(runs[2][1]),
+        copy.deepcopy(runs[0][1].state_dict()),
+    ]
+    _assert_same(states[0], states[1])
+    _assert_same(states[0], states[2])
+    resumed = _runs(api, MAKE[name])
     for (model, optimizer), (before, _), state in zip(resumed, runs, states, strict=True):
         _train(model, optimizer, range(7, 8))  # what was there is replaced
         model.load_state_dict(before.state_dict())
@@ -329,7 +348,7 @@ def test_state_dicts_of_both_kinds_load_into_both_kinds(api: Api, name: str) -> 
 def test_state_moves_to_and_from_pytorchs_own_engine(api: Api) -> None:
     from torch.distributed import fsdp
 
-    (model, optimizer), _ = _two_runs(api, MAKE["adamw"])
+    (model, optimizer), *_ = _runs(api, MAKE["adamw"])
     theirs = _sharded(fsdp)
     their_optimizer = MAKE["adamw"](theirs.parameters())
     runs = [(model, optimizer), (theirs, their_optimizer)]
@@ -348,7 +367,7 @@ def test_state_moves_to_and_from_pytorchs_own_engine(api: Api) -> None:
 @once
 @on_ranks(2)
 def test_checkpoint_functions_take_a_fresh_optimizer(api: Api) -> None:
-    runs = _two_runs(api, MAKE["adamw"])
+    runs = _runs(api, MAKE["adamw"])
     for model, optimizer in runs:
         state = get_optimizer_state_dict(model, optimizer)  # makes the state it is to describe
         set_optimizer_state_dict(model, optimizer, state)
@@ -359,12 +378,13 @@ def test_checkpoint_functions_take_a_fresh_optimizer(api: Api) -> None:
 @pytest.mark.apis("peer_memory")
 @on_ranks(2)
 def test_our_own_state_functions_take_it(api: Api) -> None:
-    runs = _two_runs(api, MAKE["adamw"])
+    runs = _runs(api, MAKE["adamw"])
     for model, optimizer in runs:
         _train(model, optimizer, range(2))
     states = [fullshard.sharded_state(*run) for run in runs]
-    _assert_same(*states)
-    resumed = _two_runs(api, MAKE["adamw"])
+    _assert_same(states[0], states[1])
+    _assert_same(states[0], states[2])
+    resumed = _runs(api, MAKE["adamw"])
     for (model, optimizer), state in zip(resumed, reversed(states), strict=True):
         fullshard.load_sharded_state(copy.deepcopy(state), model, optimizer)
         _train(model, optimizer, range(2, 4))
@@ -376,7 +396,7 @@ def test_our_own_state_functions_take_it(api: Api) -> None:
 @once
 @on_ranks(2)
 def test_what_is_written_to_the_state_counts(api: Api) -> None:
-    runs = _two_runs(api, MAKE["adamw"])
+    runs = _runs(api, MAKE["adamw"])
     for model, optimizer in runs:
         _train(model, optimizer, range(2))
         first, second, *_ = model.parameters()
@@ -400,10 +420,12 @@ def test_what_is_written_to_the_state_counts(api: Api) -> None:
 @once
 @on_ranks(2)
 def test_state_is_shown_as_ordinary_state(api: Api) -> None:
-    runs = _two_runs(api, MAKE["adamw"])
+    runs = _runs(api, MAKE["adamw"])
     for model, optimizer in runs:
         _train(model, optimizer, range(2))
-    (model, optimizer), (_, ordinary) = runs
+    (model, optimizer), (_, streamed), (_, ordinary) = runs
+    for own, other in zip(streamed.state.items(), ordinary.state.items(), strict=True):
+        _assert_same(own, other)
     for own, other in zip(optimizer.state.items(), ordinary.state.items(), strict=True):
         _assert_same(own, other)
     assert type(optimizer.state) is type(ordinary.state)
@@ -417,7 +439,7 @@ def test_state_is_shown_as_ordinary_state(api: Api) -> None:
 @once
 @on_ranks(2)
 def test_shown_state_is_let_go_of(api: Api) -> None:
-    (model, optimizer), _ = _two_runs(api, MAKE["adamw"])
+    (model, optimizer), *_ = _runs(api, MAKE["adamw"])
     _train(model, optimizer, range(1))
     assert "state" not in vars(optimizer)
     kept = optimizer.state_dict()
@@ -431,7 +453,7 @@ def test_shown_state_is_let_go_of(api: Api) -> None:
 @once
 @on_ranks(2)
 def test_shards_that_move_keep_their_state(api: Api) -> None:
-    runs = _two_runs(api, MAKE["adamw"])
+    runs = _runs(api, MAKE["adamw"])
     for model, optimizer in runs:
         _train(model, optimizer, range(2))
         for parameter in model.parameters():  # as loading with assign=True does
@@ -443,7 +465,7 @@ def test_shards_that_move_keep_their_state(api: Api) -> None:
 @once
 @on_ranks(2)
 def test_model_with_gradients_is_converted(api: Api) -> None:
-    runs = _two_runs(api, lambda p: optim.SGD(p, lr=0.1))
+    runs = _runs(api, lambda p: optim.SGD(p, lr=0.1))
     for model, optimizer in runs:
         for step in range(3):
             model.zero_grad()
@@ -462,7 +484,7 @@ def test_model_with_gradients_is_converted(api: Api) -> None:
 @on_ranks(2)
 def test_groups_and_parameters_may_come_and_go(api: Api) -> None:
     runs = []
-    for wrap in (fullshard.step_on_shards, lambda optimizer: optimizer):
+    for wrap in WRAPS:
         model = _sharded(api)
         first, *others = model.parameters()
         optimizer = wrap(MAKE["adamw"]([first]))
@@ -481,7 +503,7 @@ def test_groups_and_parameters_may_come_and_go(api: Api) -> None:
 @pytest.mark.apis("peer_memory")
 @on_ranks(2)
 def test_state_of_another_sharding_is_refused(api: Api) -> None:
-    (model, optimizer), _ = _two_runs(api, MAKE["adamw"])
+    (model, optimizer), *_ = _runs(api, MAKE["adamw"])
     _train(model, optimizer, range(1))
     whole = model[0].weight.full_tensor().detach()
     replicated = distribute_tensor(whole, mesh_of(2), [Replicate()])
@@ -503,7 +525,7 @@ def test_state_of_another_sharding_is_refused(api: Api) -> None:
 @once
 @on_ranks(2)
 def test_learning_rate_schedulers_drive_it(api: Api) -> None:
-    runs = _two_runs(api, MAKE["adamw"])
+    runs = _runs(api, MAKE["adamw"])
     for model, optimizer in runs:
         scheduler = optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
         for step in range(4):
@@ -516,7 +538,7 @@ def test_learning_rate_schedulers_drive_it(api: Api) -> None:
 @pytest.mark.parametrize("loop", ["each", "fused"])
 @on_ranks(2)
 def test_gradient_scalers_drive_it(api: Api, loop: str) -> None:
-    runs = _two_runs(api, lambda p: MAKE["adamw"](p, **LOOPS[loop]))
+    runs = _runs(api, lambda p: MAKE["adamw"](p, **LOOPS[loop]))
     for model, optimizer in runs:
         scaler = GradScaler("cpu", init_scale=4.0, growth_interval=2)
         for step in range(4):
@@ -533,7 +555,7 @@ def test_gradient_scalers_drive_it(api: Api, loop: str) -> None:
 @once
 @on_ranks(2)
 def test_hooks_and_closures_see_what_they_always_see(api: Api) -> None:
-    (model, optimizer), _ = _two_runs(api, MAKE["adamw"])
+    (model, optimizer), *_ = _runs(api, MAKE["adamw"])
     parameters = list(model.parameters())
     seen = []
 
@@ -561,7 +583,7 @@ def test_hooks_and_closures_see_what_they_always_see(api: Api) -> None:
 @once
 @on_ranks(2)
 def test_gradients_that_come_again_are_followed(api: Api) -> None:
-    runs = _two_runs(api, MAKE["adamw"])
+    runs = _runs(api, MAKE["adamw"])
     for model, optimizer in runs:
         first, *others = model.parameters()
         _train(model, optimizer, range(3))
@@ -586,7 +608,7 @@ def test_gradients_that_come_again_are_followed(api: Api) -> None:
 @on_ranks(2)
 def test_gradients_of_which_nobody_has_memory_any_more_are_not_held(api: Api) -> None:
     """Unless the engine keeps their memory for the next ones."""
-    (model, optimizer), _ = _two_runs(api, MAKE["adamw"])
+    (model, optimizer), *_ = _runs(api, MAKE["adamw"])
     parameter = next(model.parameters())
     for step in range(3):
         _backward(model, step)
@@ -600,7 +622,7 @@ def test_gradients_of_which_nobody_has_memory_any_more_are_not_held(api: Api) ->
 @once
 @on_ranks(2)
 def test_exception_in_a_step_leaves_everything_in_order(api: Api) -> None:
-    runs = _two_runs(api, MAKE["adamw"])
+    runs = _runs(api, MAKE["adamw"])
     for model, optimizer in runs:
         _train(model, optimizer, range(1))
         _backward(model, 1)
@@ -612,6 +634,8 @@ def test_exception_in_a_step_leaves_everything_in_order(api: Api) -> None:
         assert group["params"] == list(model.parameters())
         with pytest.raises(ZeroDivisionError):
             optimizer.step(lambda: 1 // 0)
+    # Unit by unit, what came after the exception was not stepped on.
+    runs = [runs[0], runs[2]]
     _assert_same_runs(*runs)
     for model, optimizer in runs:
         model.zero_grad()
@@ -622,7 +646,7 @@ def test_exception_in_a_step_leaves_everything_in_order(api: Api) -> None:
 @pytest.mark.apis("peer_memory")
 @on_ranks(2)
 def test_gradient_that_is_not_sharded_is_refused_before_anything_changes(api: Api) -> None:
-    runs = _two_runs(api, MAKE["adamw"])
+    runs = _runs(api, MAKE["adamw"])
     for model, optimizer in runs:
         _train(model, optimizer, range(1))
     model, optimizer = runs[0]
@@ -638,7 +662,7 @@ def test_gradient_that_is_not_sharded_is_refused_before_anything_changes(api: Ap
 @pytest.mark.apis("peer_memory")
 @on_ranks(2)
 def test_next_forward_sees_the_step(api: Api) -> None:
-    (model, optimizer), _ = _two_runs(api, MAKE["adamw"], reshard_after_forward=False)
+    (model, optimizer), *_ = _runs(api, MAKE["adamw"], reshard_after_forward=False)
     batch = my_part(make_batch(7))
     mean_square(model(batch)).backward()
     with torch.no_grad():
@@ -668,11 +692,13 @@ def test_optimizer_is_what_it_was(api: Api) -> None:
 @once
 @on_ranks(2)
 def test_state_that_was_there_before_goes_on(api: Api) -> None:
-    runs = _two_runs(api, MAKE["adamw"])
-    (model, optimizer), (other, ordinary) = runs
+    runs = _runs(api, MAKE["adamw"])
+    (model, optimizer), (back, streamed), (other, ordinary) = runs
     _train(model, optimizer, range(3))
-    _train(other, ordinary, range(2))
-    _train(other, fullshard.step_on_shards(ordinary), range(2, 3))
+    _train(back, streamed, range(3))
+    _train(other, ordinary, range(1))
+    _train(other, fullshard.step_on_shards(ordinary), range(1, 2))
+    _train(other, _streamed(ordinary), range(2, 3))
     _assert_same_runs(*runs)
 
 

@@ -66,6 +66,12 @@ class Lab:
                 torch.accelerator, "current_accelerator", return_value=torch.device(DEVICE.type)
             ),
             mock.patch.object(torch.accelerator, "current_device_index", return_value=0),
+            # Optimizers ask it whether it is being captured.
+            mock.patch.object(
+                torch.accelerator,
+                "current_stream",
+                return_value=mock.Mock(is_capturing=lambda: False),
+            ),
             mock.patch.object(torch.accelerator, "synchronize", self._synchronize),
             mock.patch.object(torch.cuda, "synchronize", self._synchronize),
             # Nobody is there to be compared with, or to be outlasted when this process ends.
@@ -103,7 +109,12 @@ class Lab:
         runtime = self._runtimes.get(device)
         if runtime is None:
             is_device = device.type == DEVICE.type
-            runtime = VirtualRuntime(device, self.lanes) if is_device else Runtime(device)
+            memory = self.recorder.memory
+            runtime = (
+                VirtualRuntime(device, self.lanes, lambda: memory.nbytes_on_device)
+                if is_device
+                else Runtime(device)
+            )
             self._runtimes[device] = runtime
         return runtime
 

@@ -146,15 +146,21 @@ class Stream:
 
 
 class VirtualRuntime(Runtime):
-    """A runtime whose streams are virtual lanes. `Runtime.following` is the engine's own."""
+    """A runtime whose streams are virtual lanes. `Runtime.following` is the engine's own.
 
-    def __init__(self, device: torch.device, lanes: Lanes) -> None:
+    allocated: returns the bytes that tensors occupy.
+    """
+
+    def __init__(
+        self, device: torch.device, lanes: Lanes, allocated: Callable[[], int | None]
+    ) -> None:
         super().__init__(device)
         self.lanes = lanes
+        self._allocated = allocated
 
     @property
     def allocated_nbytes(self) -> int | None:
-        return None
+        return self._allocated()
 
     def on(self, lane: Lane) -> contextlib.AbstractContextManager[Any]:
         # As the real one: COMPUTE is whatever the user has made current.

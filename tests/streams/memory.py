@@ -96,6 +96,15 @@ class Memory:
         block = self._blocks[self._starts[position]]
         return block if address < block.stop + or_end else None
 
+    @property
+    def nbytes_on_device(self) -> int:
+        """Return the bytes that somebody refers to."""
+        return sum(
+            block.stop - block.start
+            for block in self._blocks.values()
+            if block.place is Place.DEVICE
+        )
+
     def is_known(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage, or the one that it is a part of, was allocated while this looked."""
         return storage._cdata in self._of_storage or self._find(storage.data_ptr()) is not None

@@ -21,7 +21,7 @@ from fullshard.checkpoint.optimizer import (
 )
 from fullshard.checkpoint.read import SavedState
 from fullshard.errors import StateError
-from fullshard.state.first_state import first_state
+from fullshard.state.first_state import device_of_state, first_state
 from fullshard.state.holdings import Holding, tensor_holding, unit_holding
 from fullshard.state.optim_keys import Trained
 from fullshard.state.optim_units import UnitState, copied, put_together, take_apart
@@ -227,7 +227,9 @@ class OptimizerLoad:
                 local = there.locals.get(index, {}).get(key)
                 if local is None or local.dtype != dtype:
                     is_kept = False
-                    local = parts.new_local(index, dtype, parts.local(index).device)
+                    local = parts.new_local(
+                        index, dtype, device_of_state(self._optimizer, parameter)
+                    )
                 local = parts.as_local(index, local)
                 state.locals[index][key] = local
                 self.holdings[name, key] = unit_holding(parts, index, (full_name,), local)

@@ -330,8 +330,12 @@ class Iteration:
                 self._prefetch_forward(self.units[following])
         if self._watch.is_watching:
             self._watch.open(units)
-        if self.observer is not None and not is_recomputation:
+        if is_recomputation:
+            return
+        if self.observer is not None:
             self.observer.enter(Kind.FORWARD, units)
+        for watcher in tuple(watchers):
+            watcher.units_begin(units)
 
     def _follow_writes(self, unit: Unit) -> None:
         """Take over what somebody wrote to a unit before its forward, gathered early or not.

@@ -87,6 +87,9 @@ class PassWatcher:
     def forward_begins(self, state: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Take the inputs of a root, before anything of its forward has been done."""
 
+    def units_begin(self, units: Sequence[Any]) -> None:
+        """Note that a module's forward begins, with its units usable; not in a recomputation."""
+
     def forward_ends(self, iteration: Any, output: Any) -> None:
         """Take what a root's forward returns."""
 

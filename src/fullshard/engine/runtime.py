@@ -1,8 +1,9 @@
 """Streams and events of a device, with a form for the CPU where they are no-ops.
 
-Four lanes. COMPUTE is the user's current stream. ALL_GATHER carries unshards, so that one may run
+Six lanes. COMPUTE is the user's current stream. ALL_GATHER carries unshards, so that one may run
 beside compute; REDUCE carries gradient reductions, which must not wait behind the next unshard;
-ALL_REDUCE their sums over replicas, behind which the next reduce-scatter must not wait.
+ALL_REDUCE their sums over replicas, behind which the next reduce-scatter must not wait. STATE_IN and
+STATE_OUT carry optimizer state from the host and back, both at once.
 
 [Note: Lanes] Nothing calls ``record_stream``. Three rules make it safe to free memory while the
 device may still use it; the host waits for nothing:
@@ -51,6 +52,8 @@ class Lane(enum.Enum):
     ALL_GATHER = enum.auto()
     REDUCE = enum.auto()
     ALL_REDUCE = enum.auto()
+    STATE_IN = enum.auto()
+    STATE_OUT = enum.auto()
 
 
 class Runtime:

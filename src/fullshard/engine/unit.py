@@ -107,6 +107,7 @@ class Unit:
     is_written: gathers stay ordered, since the program writes to the parameters during a pass.
     is_unwritten: a watched pass has shown that it does not.
     is_left_alone: nobody writes to the shards in this pass: see `begin_pass`.
+    state_place: the bytes of its optimizer state, and where they are kept; None if nobody has said it.
     """
 
     def __init__(self, params: UnitParams, config: UnitConfig, comms: UnitComms) -> None:
@@ -131,6 +132,7 @@ class Unit:
         self.is_whole = False
         self.is_joined = False
         self.awaits_backward = False
+        self.state_place: tuple[int, str] | None = None
         self.is_ordered = False
         self.is_written = self.is_unwritten = self.is_left_alone = False
         self.observer: Observer | None = None

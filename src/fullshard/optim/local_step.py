@@ -20,9 +20,18 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.optim.local_form import State, local_gradient, localize, show
-from fullshard.torch_private import DTensorSpec
+from fullshard.torch_private import DTensorSpec, local_part
 
 _spec = attrgetter("_spec")
+
+Inner = Callable[..., Any]  # the step of an optimizer's class, without the hooks around it
+
+
+def own_step(kind: type[torch.optim.Optimizer]) -> Inner:
+    """Return the step that a class of optimizers defines, without PyTorch's wrapper that runs step hooks."""
+    step: Any = kind.step
+    inner: Inner = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return inner
 
 
 class LocalStep:
@@ -55,6 +64,24 @@ class LocalStep:
             self._state = {}
         state: State = attributes["state"]
         return state
+
+    def device_of_state(self, parameter: torch.Tensor) -> torch.device:
+        """Return where the state of a parameter is between steps."""
+        return local_part(parameter).device
+
+    def for_copy(self, optimizer: torch.optim.Optimizer) -> "LocalStep":
+        """Return a step for a copy of the optimizer that has no state yet."""
+        return LocalStep(optimizer)
+
+    def step(self, inner: Inner, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
+        """Step on local tensors. options: of the call. Returns what the step returns."""
+        if closure is not None:
+            options["closure"] = self._left_for(closure)
+        self.enter()
+        try:
+            return inner(self._optimizer(), **options)
+        finally:
+            self.leave()
 
     def enter(self) -> None:
         """Switch the optimizer to local tensors. If this raises, it is as it was before.
@@ -98,7 +125,7 @@ class LocalStep:
             attributes["state"] = show(self._state, self._parameters, self._shards, shown)
             self._state = {}
 
-    def left_for(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _left_for(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Wrap the closure of a step, so that it runs on the shown form, as between steps."""
 
         def call() -> Any:
@@ -192,10 +219,10 @@ def _are_same(these: list[torch.Tensor], those: list[torch.Tensor]) -> bool:
 def _is_kept(attributes: dict[str, Any]) -> bool:
     """Look whether anybody but the optimizer refers to the shown state or a parameter's part."""
     state = attributes["state"]
-    nobody = _references([[]])
-    return _references([state]) > nobody + 2 or _references(state.values()) > nobody
+    nobody = references([[]])
+    return references([state]) > nobody + 2 or references(state.values()) > nobody
 
 
-def _references(objects: Iterable[object]) -> int:
+def references(objects: Iterable[object]) -> int:
     """Return the largest reference count among objects, their container included."""
     return max(map(sys.getrefcount, objects), default=0)

@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.checks.optimizers import why_not_elementwise
 from fullshard.errors import ShardingError, StateError
-from fullshard.optim.local_step import LocalStep
+from fullshard.optim.local_step import LocalStep, own_step
+from fullshard.optim.streamed_step import StreamedStep
+from fullshard.policies import PlacementPolicy
 
 OptimizerT = TypeVar("OptimizerT", bound=optim.Optimizer)
 
@@ -53,7 +55,43 @@ def step_on_shards(optimizer: OptimizerT, *, elementwise: bool = False) -> Optim
     """
     if not isinstance(optimizer, _OnShards):
         _refuse_unfit(optimizer, elementwise=elementwise)
-        _put_on_shards(optimizer, type(optimizer))
+        _put_on_shards(optimizer, type(optimizer), LocalStep(optimizer))
+    return optimizer
+
+
+def stream_state(
+    optimizer: OptimizerT, policy: PlacementPolicy | None = None, *, elementwise: bool = False
+) -> OptimizerT:
+    """Keep an optimizer's state on the host or on disk, and step on it on the device; return the optimizer.
+
+        policy = fullshard.PlacementPolicy(optimizer="host")
+        optimizer = fullshard.stream_state(torch.optim.AdamW(model.parameters(), fused=True), policy)
+
+    The state of each unit arrives beside backward, is stepped on, and leaves beside the next forward, so the
+    device holds that of two units at a time, or ``policy.device_nbytes``. Results are equal in every bit.
+    Between steps ``optimizer.state`` and ``state_dict()`` have the memory at home; whoever reads them waits for
+    what is on its way. It steps on shards as `step_on_shards` does, and asks for the same of an optimizer.
+
+    policy: None takes what `fully_shard` was given for each unit, as its ``offload_policy``.
+
+    Raises as `step_on_shards` does, and ShardingError for a budget that is too small, a folder that cannot be
+    written to, and state that is neither scalars nor tensors of the parameter's shape. Nothing is moved then.
+    """
+    if policy is not None and not isinstance(policy, PlacementPolicy):
+        raise ShardingError(
+            f"stream_state(policy={policy!r}): expected a PlacementPolicy, which says where state is kept, or None "
+            "for what fully_shard was given as offload_policy."
+        )
+    original: Any = type(optimizer)
+    before = vars(optimizer).get("_local_step")
+    if before is None:
+        _refuse_unfit(optimizer, elementwise=elementwise)
+    else:
+        before.shown_state()  # what it has goes on to be the state
+        original = original._original_class
+    step = StreamedStep(optimizer, policy)
+    step.plan()
+    _put_on_shards(optimizer, original, step)
     return optimizer
 
 
@@ -80,30 +118,33 @@ class _OnShards:
     _original_class: type[optim.Optimizer]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy steps on shards as well.
-        return _create_empty, (self._original_class,), self.__getstate__()
+        # A copy steps on shards as well, and streams its state if this one does.
+        make = type(self._local_step), getattr(self._local_step, "policy", None)
+        return _create_empty, (self._original_class, *make), self.__getstate__()
 
 
-def _create_empty(original: type[optim.Optimizer]) -> optim.Optimizer:
+def _create_empty(
+    original: type[optim.Optimizer],
+    kind: type[LocalStep] = LocalStep,
+    policy: PlacementPolicy | None = None,
+) -> optim.Optimizer:
     """Return an optimizer of the right class, whose attributes ``__setstate__`` is to set."""
     optimizer = original.__new__(original)
-    _put_on_shards(optimizer, original)
+    step = StreamedStep(optimizer, policy) if kind is StreamedStep else LocalStep(optimizer)
+    _put_on_shards(optimizer, original, step)
     return optimizer
 
 
-def _put_on_shards(optimizer: Any, original: Any) -> None:
+def _put_on_shards(optimizer: Any, original: Any, step: LocalStep) -> None:
     optimizer.__class__ = _class_on_shards(original)
-    optimizer._local_step = LocalStep(optimizer)
+    optimizer._local_step = step
 
 
 @functools.cache
 def _class_on_shards(original: type[Any]) -> type[Any]:
     # PyTorch runs step hooks around `step`, by a wrapper that it marks `hooked`. Here they go
     # around our step instead of the inner one, so that they see DTensors.
-    step: Any = original.step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__
-    hooked = optim.Optimizer.profile_hook_step(_on_shards(step))
+    hooked = optim.Optimizer.profile_hook_step(_on_shards(own_step(original)))
     hooked.hooked = True  # type: ignore[attr-defined]
     members = {
         "step": hooked,
@@ -118,14 +159,7 @@ def _class_on_shards(original: type[Any]) -> type[Any]:
 def _on_shards(inner: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(inner)
     def step(self: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        local = self._local_step
-        if closure is not None:
-            options["closure"] = local.left_for(closure)
-        local.enter()
-        try:
-            return inner(self, **options)
-        finally:
-            local.leave()
+        return self._local_step.step(inner, closure, options)
 
     return step
 

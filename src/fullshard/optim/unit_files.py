@@ -24,7 +24,7 @@ import tempfile
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -179,25 +179,36 @@ class UnitFiles:
         """
         return self._begin(file, buffer, is_write=False)
 
-    def write(self, file: UnitFile, buffer: torch.Tensor) -> Ticket:
-        """Begin to write the first `padded(file.nbytes)` bytes of a buffer of `new_buffer`, which must not change meanwhile."""
-        return self._begin(file, buffer, is_write=True)
+    def write(
+        self, file: UnitFile, buffer: torch.Tensor, *, ready: Callable[[], None] | None = None
+    ) -> Ticket:
+        """Begin to write the first `padded(file.nbytes)` bytes of a buffer of `new_buffer`, which must not change meanwhile.
+
+        ready: called by the threads first; returns once the bytes are there.
+        """
+        return self._begin(file, buffer, is_write=True, ready=ready)
+
+    def settle(self, file: UnitFile) -> None:
+        """Wait for writes that were begun. Raises StateError if the last one failed."""
+        Ticket(file, file._last_write).wait()
+
+    def follow_view(self, file: UnitFile) -> None:
+        """Bring to the disk what was written to a file's `view`, before the next read."""
+        os.fsync(file._descriptor)
 
     def view(self, file: UnitFile) -> torch.Tensor:
         """Return a file's bytes, uint8 (nbytes,), without reading them: each page comes as it is used.
 
         Waits for writes that were begun. Shows later ones too, and outlives `close`. What is written to the tensor
-        stays in memory, and hides the file's bytes there. Raises StateError if the last write of the file failed.
+        is in the file after `follow_view`. Raises StateError if the last write of the file failed.
         """
         self._refuse_if_closed()
-        Ticket(file, file._last_write).wait()
+        self.settle(file)
         if not file.nbytes:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         # Not by Python's `mmap`, which would keep a descriptor for as long. The number is this process's.
         path = f"/proc/self/fd/{file._descriptor}"
-        return torch.from_file(
-            path, shared=False, size=file.nbytes, dtype=torch.uint8, device="cpu"
-        )
+        return torch.from_file(path, shared=True, size=file.nbytes, dtype=torch.uint8, device="cpu")
 
     @staticmethod
     def new_buffer(nbytes: int, *, pin_memory: bool) -> torch.Tensor:
@@ -225,7 +236,14 @@ class UnitFiles:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._close_files()
 
-    def _begin(self, file: UnitFile, buffer: torch.Tensor, *, is_write: bool) -> Ticket:
+    def _begin(
+        self,
+        file: UnitFile,
+        buffer: torch.Tensor,
+        *,
+        is_write: bool,
+        ready: Callable[[], None] | None = None,
+    ) -> Ticket:
         assert file._files is self
         nbytes = padded(file.nbytes)
         assert (buffer.dtype, buffer.ndim) == (torch.uint8, 1)
@@ -238,7 +256,14 @@ class UnitFiles:
             after, written = file._last, () if is_write else file._last_write
             chunks = [
                 self._pool.submit(
-                    _move, file, memory[at : at + _CHUNK], at, after, written, is_write=is_write
+                    _move,
+                    file,
+                    memory[at : at + _CHUNK],
+                    at,
+                    after,
+                    written,
+                    ready,
+                    is_write=is_write,
                 )
                 for at in range(0, nbytes, _CHUNK)
             ]
@@ -305,12 +330,15 @@ def _move(
     begin: int,
     after: _Chunks,
     written: _Chunks,
+    ready: Callable[[], None] | None,
     *,
     is_write: bool,
 ) -> None:
     """Move one chunk, in a worker, after the file's last request. written: what a read relies on."""
     for chunk in after:
         chunk.exception()
+    if ready is not None:
+        ready()
     for chunk in written:
         if (error := chunk.exception()) is not None:
             raise StateError(f"{file} was not written as a whole, so it is not read.") from error

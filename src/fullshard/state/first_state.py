@@ -28,6 +28,13 @@ def lacking_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, int]]
                 yield number, position
 
 
+def device_of_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> torch.device:
+    """Return where an optimizer has the state of a parameter between steps: for `stream_state`, on the host."""
+    step = vars(optimizer).get("_local_step")
+    device: torch.device = parameter.device if step is None else step.device_of_state(parameter)
+    return device
+
+
 @torch.no_grad()
 def first_state(
     optimizer: torch.optim.Optimizer,
@@ -84,7 +91,7 @@ def _copy_without_state(optimizer: torch.optim.Optimizer) -> Any:
     vars(copy).update({name: value for name, value in settings.items() if name != "step"})
     copy.state = collections.defaultdict(dict)
     if "_local_step" in settings:  # of `step_on_shards`: it refers to the original
-        copy._local_step = type(settings["_local_step"])(copy)
+        copy._local_step = settings["_local_step"].for_copy(copy)
     return copy
 
 

@@ -36,6 +36,8 @@ class UnitDescription:
     unused: what follows for parameters without a gradient; "" if nothing was said.
     divide_factor: what summed gradients are divided by.
     shard_size, replicate_size: ranks on each axis of the mesh.
+    state_nbytes, state_place: of the optimizer's state where `stream_state` keeps it: "device", "host" or
+        "disk (/scratch, direct)", with the way it is read; "" if nobody has called it.
     """
 
     name: str
@@ -61,6 +63,8 @@ class UnitDescription:
     unused: str = ""
     shard_size: int = 1
     replicate_size: int = 1
+    state_nbytes: int = 0
+    state_place: str = ""
 
     def __str__(self) -> str:
         place = " (read in place)" if self.in_place else ""
@@ -78,6 +82,9 @@ class UnitDescription:
             "" if self.reduces else "gradients kept for a later backward",
             "memory kept while sharded" if self.keeps_storage else "",
             "offloaded to CPU" if self.offload else "",
+            f"{format_nbytes(self.state_nbytes)} of optimizer state on {self.state_place}"
+            if self.state_place
+            else "",
         ]
         lines = [
             f"{self.name or '(root)'}",
@@ -169,6 +176,7 @@ def _describe(shown: _DescribedUnit) -> UnitDescription:
     unit, names = shown.unit, shown.names
     plan = unit.mesh.plan
     layout = unit.plan_layout(shown.params)
+    state_nbytes, state_place = unit.state_place or (0, "")
     plain = [param for param in shown.params if not param.is_extended]
     placed = [param for bucket in layout.buckets for param in bucket.params]
     routes = {
@@ -213,6 +221,8 @@ def _describe(shown: _DescribedUnit) -> UnitDescription:
         unused=_unused(unit.config),
         shard_size=plan.shard_size,
         replicate_size=plan.replicate_size,
+        state_nbytes=state_nbytes,
+        state_place=state_place,
     )
 
 

@@ -1,6 +1,13 @@
 """Programs that the engine is proven on: every way to train that moves memory between lanes."""
 
-from tests.streams.programs import collectives, extensions, fully_sharded, interrupted, wrapped
+from tests.streams.programs import (
+    collectives,
+    extensions,
+    fully_sharded,
+    interrupted,
+    optim_state,
+    wrapped,
+)
 from tests.streams.programs.common import PROGRAMS, SMALL, run_program
 
 __all__ = [
@@ -10,6 +17,7 @@ __all__ = [
     "extensions",
     "fully_sharded",
     "interrupted",
+    "optim_state",
     "run_program",
     "wrapped",
 ]

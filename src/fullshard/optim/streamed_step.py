@@ -1,0 +1,520 @@
+"""`stream_state` keeps optimizer state on the host or on disk, and steps on it on the device, unit by unit.
+
+[Note: Streamed state] Compute's order is that of an ordinary step: when ``step()`` returns, all that compute
+is given sees the new parameters. Only the bytes of states move beside it:
+
+    backward      the states of the first units arrive: as many as there are slots, and more where backward has
+                  freed memory since it began
+    step()        unit by unit: compute waits for the arrival, steps, and goes on; the state leaves
+    next forward  the last ones leave. Slots beyond the two that stay are given back while it runs, since
+                  activations need the room
+
+Between steps ``optimizer.state`` has the memory at home. Whoever reads it waits for what is on its way, and what had
+arrived early is dropped, since it may be written to.
+"""
+
+import collections
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from fullshard.engine.observer import PassWatcher, watchers
+from fullshard.engine.params.managed import owner_of
+from fullshard.engine.runtime import Runtime
+from fullshard.engine.unit import Unit
+from fullshard.errors import ShardingError
+from fullshard.optim.local_form import State
+from fullshard.optim.local_step import Inner, LocalStep, own_step, references
+from fullshard.optim.state_memory import Home, Layout, Slot, is_moved, padded
+from fullshard.optim.unit_files import UnitFiles
+from fullshard.plan.state_placement import NUM_SLOTS, least_budget, plan_state
+from fullshard.policies import PlacementPolicy
+from fullshard.torch_private import local_part
+
+_NUM_TRIED = 8  # elements of a parameter on which a step is tried out
+
+
+class Piece:
+    """What one optimizer trains of one unit; what is of no unit makes one piece.
+
+    members: for each of the optimizer's groups, by number, the local tensors that it trains here.
+    nbytes: of their state, as a trial has shown. stays: it does not leave the device.
+    home: where the state is between steps; None as long as there is none, and if it stays.
+    """
+
+    def __init__(self, unit: Unit | None, policy: PlacementPolicy, runtime: Runtime) -> None:
+        self.unit = _nobody if unit is None else weakref.ref(unit)
+        self.policy, self.runtime = policy, runtime
+        self.members: dict[int, list[torch.Tensor]] = collections.defaultdict(list)
+        self.nbytes = 0
+        self.stays = True
+        self.home: Home | None = None
+
+    @property
+    def path(self) -> str:
+        unit = self.unit()
+        return "parameters of no unit" if unit is None else unit.path
+
+    @property
+    def shards(self) -> Iterator[torch.Tensor]:
+        for shards in self.members.values():
+            yield from shards
+
+    @property
+    def is_stepped(self) -> bool:
+        """True if a step finds a gradient."""
+        return any(shard.grad is not None for shard in self.shards)
+
+
+class _Channel:
+    """The slots of one device through which states of one policy pass.
+
+    files: of states on disk; None of those on the host.
+    """
+
+    def __init__(self, runtime: Runtime, policy: PlacementPolicy, nbytes: int) -> None:
+        self._runtime, self._policy, self._nbytes = runtime, policy, nbytes
+        self.files = None
+        if policy.folder is not None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            self.files = UnitFiles(Path(policy.folder), rank=rank)
+        self._free: collections.deque[Slot] = (
+            collections.deque()
+        )  # the one that was used first, first
+        self._num_made = 0
+
+    def take(self, nbytes: int) -> Slot | None:
+        """Return one of the slots that stay; None if all are taken."""
+        if not self._free and self._num_made == NUM_SLOTS:
+            return None
+        if not self._free:
+            self._num_made += 1
+        slot = self._free.popleft() if self._free else self.extra(max(nbytes, self._nbytes))
+        if (
+            slot.nbytes < nbytes
+        ):  # an option of the optimizer was changed: it keeps more than it did
+            self._nbytes, slot = nbytes, self.extra(nbytes)
+        return slot
+
+    def extra(self, nbytes: int) -> Slot:
+        """Return a slot beside those that stay."""
+        return Slot(nbytes, self._runtime, self.files, pins=self._policy.pin_memory)
+
+    def give_back(self, slot: Slot) -> None:
+        """Take back one of the slots that stay."""
+        self._free.append(slot)
+
+
+class StreamedStep(LocalStep):
+    """Steps unit by unit, on states that come and go. See [Note: Streamed state].
+
+    policy: of all that is trained; None takes each unit's own.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer, policy: PlacementPolicy | None = None) -> None:
+        super().__init__(optimizer)
+        self.policy = policy
+        self.pieces: list[Piece] = []
+        self._planned: list[list[torch.Tensor]] | None = None  # the lists that the pieces are of
+        self._channels: dict[tuple[torch.device, PlacementPolicy], _Channel] = {}
+        # States that arrive, or have arrived, before their step; whether their slot is one that stays.
+        self._early: dict[Piece, tuple[Slot, bool]] = {}
+        self._leaving: list[
+            Slot
+        ] = []  # slots beside those that stay, given back in the next forward
+        self._was_shown = True  # somebody may have written to the state since the last step
+        self._is_exposed = (
+            False  # somebody keeps parts of the state, and may read and write them at any time
+        )
+        self.units: weakref.WeakSet[Unit] = weakref.WeakSet()  # whose states come and go
+        self._passes = _Passes(self)
+        weakref.finalize(self, self._passes.stop)
+
+    # Planning
+
+    def plan(self) -> None:
+        """Plan where states are, unless that is known. Moves nothing.
+
+        Raises ShardingError for a budget that is too small, for a folder that cannot be written to, and for
+        state that cannot be moved.
+        """
+        self._find_parameters()
+        if self._planned is self._local_lists:
+            return
+        pieces = self._divided()
+        groups: dict[tuple[torch.device, PlacementPolicy], list[Piece]] = {}
+        for piece in pieces:
+            place, runtime = piece.policy.optimizer, piece.runtime
+            if piece.nbytes and (place == "disk" or (place == "host" and runtime.has_streams)):
+                groups.setdefault((runtime.device, piece.policy), []).append(piece)
+        channels = {}
+        for (device, policy), own in groups.items():
+            sizes, budget = [piece.nbytes for piece in own], policy.device_nbytes
+            if budget is not None and budget < least_budget(sizes):
+                raise ShardingError(
+                    f"PlacementPolicy(device_nbytes={budget:,}) is too small: units' states pass through twice the memory "
+                    f"of the largest that leaves, and the largest has {max(sizes):,} bytes. It takes "
+                    f"device_nbytes={least_budget(sizes):,} or more."
+                )
+            planned = plan_state(sizes, budget)
+            for piece, stays in zip(own, planned.stays, strict=True):
+                piece.stays = stays
+            channels[device, policy] = _Channel(Runtime.of(device), policy, planned.slot_nbytes)
+        self._come_home()
+        self.pieces, self._channels, self._planned = pieces, channels, self._local_lists
+        self._was_shown = True
+        self.units.clear()
+        for piece in pieces:
+            if (unit := piece.unit()) is not None:
+                unit.state_place = (piece.nbytes, self._place_of(piece)) if piece.nbytes else None
+                if not piece.stays:
+                    self.units.add(unit)
+        if channels:
+            self._passes.start()
+
+    def _divided(self) -> list[Piece]:
+        """Divide what is trained into pieces, by unit, in the order of the groups."""
+        pieces: dict[Any, Piece] = {}
+        sizes: dict[Any, tuple[int, ...]] = {}
+        for number, (shown, local) in enumerate(
+            zip(self._shown_lists, self._local_lists, strict=True)
+        ):
+            for parameter, shard in zip(shown, local, strict=True):
+                owner = owner_of(parameter)  # type: ignore[arg-type]
+                unit = None if owner is None else cast(Unit | None, owner.unit())
+                key = unit, shard.device
+                if key not in pieces:
+                    said = None if unit is None else unit.config.offload_policy
+                    policy = self.policy or (said if isinstance(said, PlacementPolicy) else None)
+                    pieces[key] = Piece(unit, policy or PlacementPolicy(), Runtime.of(shard.device))
+                piece = pieces[key]
+                piece.members[number].append(shard)
+                if piece.policy.optimizer == "device" or not parameter.requires_grad:
+                    continue
+                kind = number, shard.dtype, shard.device
+                if kind not in sizes:
+                    sizes[kind] = self._try_out(number, shard)
+                piece.nbytes += sum(padded(shard.numel() * size) for size in sizes[kind])
+        return list(pieces.values())
+
+    @torch.no_grad()
+    def _try_out(self, number: int, shard: torch.Tensor) -> tuple[int, ...]:
+        """Return the bytes per element of each tensor of a parameter's state, by a step on a few elements."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        kind = getattr(type(optimizer), "_original_class", type(optimizer))
+        copy = object.__new__(kind)
+        own = {
+            key: value
+            for key, value in vars(optimizer).items()
+            if key not in ("step", "_local_step")
+        }
+        vars(copy).update(own, state=collections.defaultdict(dict))
+        stand_in = nn.Parameter(torch.zeros(_NUM_TRIED, dtype=shard.dtype, device=shard.device))
+        stand_in.grad = torch.zeros_like(stand_in)
+        copy.param_groups = [{**self._groups()[number], "params": [stand_in]}]
+        own_step(kind)(copy)
+        sizes = []
+        for key, value in copy.state[stand_in].items():
+            if is_moved(value) and value.numel() == _NUM_TRIED:
+                sizes.append(value.dtype.itemsize)
+            elif isinstance(value, torch.Tensor) and value.dim() > 0:
+                raise ShardingError(
+                    f"{kind.__name__} keeps {key!r} as a {type(value).__name__} of shape {tuple(value.shape)} for "
+                    f"{_NUM_TRIED} elements. State that leaves the device has to be plain tensors of the parameter's shape."
+                )
+        return tuple(sizes)
+
+    def _place_of(self, piece: Piece) -> str:
+        if piece.stays:
+            return "device"
+        files = self._channel(piece).files
+        return "host" if files is None else f"disk ({files.folder}, {files.how})"
+
+    def _channel(self, piece: Piece) -> _Channel:
+        return self._channels[piece.runtime.device, piece.policy]
+
+    # State
+
+    def shown_state(self) -> State:
+        self._come_home()
+        return super().shown_state()
+
+    def device_of_state(self, parameter: torch.Tensor) -> torch.device:
+        self.plan()
+        shard = local_part(parameter)
+        leaves = any(
+            shard is each for piece in self.pieces if not piece.stays for each in piece.shards
+        )
+        return torch.device("cpu") if leaves else shard.device
+
+    def enter(self) -> None:
+        self._was_shown |= self._is_exposed or "state" in self._attributes()
+        super().enter()
+
+    def leave(self) -> None:
+        is_shown = self._still_shown is not None
+        nobody = references([[]])
+        # Each value at home is in its list, and in the state.
+        self._is_exposed = is_shown or any(
+            references(piece.home.values) > nobody + 1
+            for piece in self.pieces
+            if piece.home is not None
+        )
+        if self._is_exposed:
+            self._come_home()
+        super().leave()
+
+    def _come_home(self) -> None:
+        """Let the host wait until all states are at home, and drop those that have come early."""
+        for slot, _ in self._early.values():
+            slot.finish_arrival()  # which reads what is about to be written
+        self._drop_early(self._early.keys())
+        for piece in self.pieces:
+            if piece.home is not None:
+                piece.home.finish(piece.runtime)
+
+    def _drop_early(self, pieces: Any) -> None:
+        for piece in tuple(pieces):
+            slot, stays = self._early.pop(piece)
+            if stays:
+                self._channel(piece).give_back(slot)
+
+    @torch.no_grad()
+    def _move(self, piece: Piece) -> None:
+        """Bring a state to where it belongs that something else has made: a first step, or a load."""
+        state = self._state
+        if piece.stays:
+            for shard in piece.shards:
+                own = state.get(shard, {})
+                for key, value in own.items():
+                    if is_moved(value) and value.device != shard.device:
+                        own[key] = value.to(shard.device)
+            return
+        if piece.home is not None and piece.home.is_in(state):
+            piece.home.follow_writes()
+            return
+        if piece.home is None or not piece.home.layout.describes(state):
+            layout = Layout(piece.shards, state)
+            if not layout.entries:
+                piece.home = None
+                return
+            files = self._channel(piece).files
+            home = Home(layout, files, piece.path, pins=piece.policy.pin_memory)
+        else:
+            home = piece.home
+            home.finish(piece.runtime)
+        piece.home = home
+        if home.file is None:
+            home.layout.fill(home.memory, state)
+            home.left = (
+                piece.runtime.record()
+            )  # compute has copied, and so frees, what was on the device
+        else:
+            slot, stays = self._slot(piece, home)
+            slot.finish_writing()
+            home.layout.fill(slot.memory, state)
+            slot.begin_leaving(home)
+            if stays:
+                self._channel(piece).give_back(slot)
+        home.show(state)
+
+    def _slot(self, piece: Piece, home: Home) -> tuple[Slot, bool]:
+        """Return a slot for a state that is made here, and whether it is one that stays."""
+        channel, nbytes = self._channel(piece), home.layout.nbytes
+        slot = channel.take(nbytes)
+        return (slot, True) if slot is not None else (channel.extra(nbytes), False)
+
+    # Steps
+
+    def step(self, inner: Inner, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.plan()
+        self.enter()
+        groups = optimizer.param_groups
+        before = [dict(group) for group in groups]
+        run = functools.partial(
+            _run, functools.partial(inner, optimizer, **options), groups, before
+        )
+        try:
+            self._step(run)
+        finally:
+            for group, own in zip(groups, before, strict=True):
+                group["params"] = own["params"]
+            self.leave()
+        return loss
+
+    def _step(self, run: Callable[[Sequence[Piece]], None]) -> None:
+        pieces = [piece for piece in self.pieces if piece.is_stepped]
+        if self._was_shown:
+            for piece in self.pieces:
+                self._move(piece)
+            self._was_shown = False
+        # Slots that are taken by states that no step needs would be missing.
+        self._drop_early(self._early.keys() - set(pieces))
+        moving = sorted(
+            (piece for piece in pieces if piece.home is not None),
+            key=lambda piece: piece not in self._early,
+        )
+        waiting = collections.deque(piece for piece in moving if piece not in self._early)
+        self._fetch(waiting)
+        at_rest = [piece for piece in pieces if piece.home is None]
+        before = list(self._state)
+        run([piece for piece in at_rest if piece.stays])  # while the first ones arrive
+        for piece in (piece for piece in at_rest if not piece.stays):  # their first step
+            run([piece])
+            self._move(piece)
+        for piece in moving:
+            home = piece.home
+            assert home is not None
+            slot, stays = self._early.pop(piece)
+            slot.arrive(home)
+            here = home.layout.views(slot.memory)
+            for entry, view in zip(home.layout.entries, here, strict=True):
+                self._state[entry.shard][entry.key] = view
+            try:
+                run([piece])
+            finally:
+                self._send_home(piece, slot, here)
+                if stays:
+                    self._channel(piece).give_back(slot)
+                else:
+                    self._leaving.append(slot)
+            self._fetch(waiting)
+        if len(self._state) > len(before):
+            self._put_in_order(before)
+
+    def _put_in_order(self, before: Sequence[Any]) -> None:
+        """Let new keys of the state follow those of before in the order of the groups, as an ordinary step makes them."""
+        own = dict(self._state)
+        shards = itertools.chain.from_iterable(self._local_lists)
+        ordered = dict.fromkeys(key for key in itertools.chain(before, shards, own) if key in own)
+        self._state.clear()
+        self._state.update((key, own[key]) for key in ordered)
+
+    def _fetch(self, waiting: collections.deque[Piece]) -> None:
+        """Start to bring states to slots that are free, in this order."""
+        while waiting:
+            home = waiting[0].home
+            assert home is not None
+            slot = self._channel(waiting[0]).take(home.layout.nbytes)
+            if slot is None:
+                return
+            slot.begin_arrival(home)
+            self._early[waiting.popleft()] = slot, True
+
+    @torch.no_grad()
+    def _send_home(self, piece: Piece, slot: Slot, here: Sequence[torch.Tensor]) -> None:
+        """Start to bring a state home that was stepped on in a slot. here: its tensors there."""
+        home, state = piece.home, self._state
+        assert home is not None
+        if not home.layout.describes(state):
+            self._move(piece)  # it has other tensors since this step
+            slot.note_use()
+            return
+        for entry, view in zip(home.layout.entries, here, strict=True):
+            value = state[entry.shard][entry.key]
+            if value is not view:  # the optimizer has made a new one
+                view.copy_(value)
+        slot.begin_leaving(home)
+        home.show(state)
+
+    # Beside passes
+
+    def fetch_early(self, unit: Unit, room: int) -> None:
+        """Start to bring states for the coming step. room: bytes of device memory that may be taken for it."""
+        # After an accumulating backward comes a forward, which needs the room.
+        if not unit.config.reduce_grads or self._is_exposed or "state" in self._attributes():
+            return
+        for piece in self.pieces:
+            home = piece.home
+            if home is None or piece in self._early:
+                continue
+            channel, nbytes = self._channel(piece), home.layout.nbytes
+            slot, stays = channel.take(nbytes), True
+            if slot is None and channel.files is None and nbytes <= room:
+                slot, stays, room = channel.extra(nbytes), False, room - nbytes
+            if slot is None:
+                return
+            slot.begin_arrival(home)
+            self._early[piece] = slot, stays
+
+    def give_back(self, share: float) -> None:
+        """Give back this share of the slots beside those that stay, and those that no step has used."""
+        self._drop_early([piece for piece, (_, stays) in self._early.items() if not stays])
+        keep = round(len(self._leaving) * (1.0 - share))
+        del self._leaving[: len(self._leaving) - keep]  # compute waits until they are free
+
+    @property
+    def has_given_back(self) -> bool:
+        return not self._leaving and all(stays for _, stays in self._early.values())
+
+
+class _Passes(PassWatcher):
+    """Tells a step what passes of its model do, and when there is room on the device."""
+
+    def __init__(self, step: StreamedStep) -> None:
+        self._step = weakref.ref(step)
+        self._level = 0  # bytes on the device when backward began
+        self._num_begun = 0
+
+    def start(self) -> None:
+        if self not in watchers:
+            watchers.append(self)
+
+    def stop(self) -> None:
+        if self in watchers:
+            watchers.remove(self)
+
+    def units_begin(self, units: Sequence[Any]) -> None:
+        step = self._step()
+        if step is not None and not step.has_given_back:
+            self._num_begun += sum(unit in step.units for unit in units)
+            step.give_back(min(1.0, self._num_begun / len(step.units)))
+
+    def backward_begins(self, iteration: Any) -> None:
+        step = self._step()
+        if step is None or step.units.isdisjoint(iteration.units):
+            return
+        step.give_back(1.0)
+        self._num_begun = 0
+        self._level = iteration.units[0].runtime.allocated_nbytes or 0
+
+    def gradients_complete(self, unit: Any, grads: Sequence[torch.Tensor | None]) -> None:
+        step = self._step()
+        if step is not None and unit in step.units:
+            step.fetch_early(unit, self._level - (unit.runtime.allocated_nbytes or 0))
+
+
+def _run(
+    inner: Callable[[], Any],
+    groups: list[dict[str, Any]],
+    before: list[dict[str, Any]],
+    pieces: Sequence[Piece],
+) -> None:
+    """Step on what pieces have. before: the groups as they were, so that all pieces find the same options."""
+    members: dict[int, list[torch.Tensor]] = collections.defaultdict(list)
+    for piece in pieces:
+        for number, shards in piece.members.items():
+            members[number] += shards
+    if members:
+        for number, (group, own) in enumerate(zip(groups, before, strict=True)):
+            group.clear()
+            group.update(own, params=members[number])
+        inner()
+
+
+def _nobody() -> None:
+    return None

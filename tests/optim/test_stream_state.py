@@ -1,0 +1,153 @@
+"""`stream_state` on real ranks, with state on disk; tests/streams has that of the host, and its order."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import fullshard
+from fullshard.errors import ShardingError
+from tests.harness import on_ranks
+from tests.models import UnevenMLP
+from tests.training import local, make_batch, mean_square, my_part
+
+Policy = fullshard.PlacementPolicy
+
+
+def _on_disk() -> fullshard.PlacementPolicy:
+    return Policy(optimizer="disk", folder=tempfile.gettempdir())
+
+
+def _sharded() -> Any:
+    torch.manual_seed(3)
+    model = UnevenMLP()
+    fullshard.fully_shard(model[0])
+    return fullshard.fully_shard(model)
+
+
+def _train(model: nn.Module, optimizer: optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        mean_square(model(my_part(make_batch(7, seed=step)))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _values(model: nn.Module, optimizer: optim.Optimizer) -> list[Tensor]:
+    states = [own[key] for own in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    return [local(each).detach().clone() for each in (*model.parameters(), *states)]
+
+
+@on_ranks(2)
+def test_checkpoints_go_from_disk_to_memory_and_back(tmp_path: Path) -> None:
+    def make(streams: bool) -> tuple[Any, optim.Optimizer]:
+        model = _sharded()
+        optimizer: Any = optim.AdamW(model.parameters(), lr=0.01)
+        return model, fullshard.stream_state(optimizer, _on_disk()) if streams else optimizer
+
+    model, optimizer = make(True)
+    _train(model, optimizer, range(3))
+    fullshard.save_checkpoint(tmp_path / "saved", model, optimizer)
+    _train(model, optimizer, range(3, 5))
+    expected = _values(model, optimizer)
+    for streams, has_stepped in ((True, False), (True, True), (False, False)):
+        model, optimizer = make(streams)
+        if has_stepped:
+            _train(model, optimizer, range(7, 9))
+        fullshard.load_checkpoint(tmp_path / "saved", model, optimizer)
+        _train(model, optimizer, range(3, 5))
+        assert all(map(torch.equal, _values(model, optimizer), expected))
+
+
+@on_ranks(2)
+def test_copies_stream_as_well() -> None:
+    model = _sharded()
+    optimizer = fullshard.stream_state(optim.AdamW(model.parameters(), lr=0.01), _on_disk())
+    _train(model, optimizer, range(2))
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        own = [p for group in other.param_groups for p in group["params"]]
+        for parameter, mine in zip(own, model.parameters(), strict=True):
+            parameter.grad = mine.detach().clone()
+        other.step()
+        assert len(other.state) == len(own)
+        assert type(other._local_step) is type(optimizer._local_step)  # type: ignore[attr-defined]
+
+
+@on_ranks(2)
+def test_units_are_described_with_where_their_state_is() -> None:
+    model = _sharded()
+    fullshard.stream_state(optim.SGD(model.parameters(), lr=0.1, momentum=0.9), _on_disk())
+    found = fullshard.describe(model).units
+    assert {unit.state_place.split()[0] for unit in found} == {"disk"}
+    assert all(unit.state_nbytes >= unit.shard_nbytes for unit in found)
+    assert "of optimizer state on disk" in str(fullshard.describe(model))
+
+
+@on_ranks(1)
+def test_without_a_device_the_hosts_state_is_where_it_is() -> None:
+    model = _sharded()
+    optimizer = fullshard.stream_state(optim.AdamW(model.parameters()), Policy(optimizer="host"))
+    _train(model, optimizer, range(2))
+    assert {unit.state_place for unit in fullshard.describe(model).units} == {"device"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"parameters": "disk"},
+        {"optimizer": "cpu"},
+        {"optimizer": "disk"},
+        {"optimizer": "host", "folder": "/tmp"},
+        {"device_nbytes": 10},
+        {"optimizer": "host", "device_nbytes": -1},
+        {"optimizer": "host", "device_nbytes": 1e9},
+    ],
+)
+def test_wrong_policies_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ShardingError, match=list(wrong)[-1]):
+        Policy(**wrong)
+
+
+class _WithRows(optim.SGD):
+    """Keeps something that is no element's own: one value for the whole tensor, and twice its size."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["both"] = torch.zeros(2, parameter.numel())
+
+
+@on_ranks(1)
+def test_what_cannot_be_served_is_refused_before_anything_changes() -> None:
+    model = _sharded()
+    for make, policy, elementwise in (
+        (optim.AdamW, Policy(optimizer="disk", folder="/nowhere"), False),
+        (_WithRows, _on_disk(), True),
+        (_WithRows, _on_disk(), False),
+        (optim.AdamW, "host", False),
+    ):
+        optimizer = make(model.parameters(), lr=0.1)
+        with pytest.raises(ShardingError):
+            fullshard.stream_state(optimizer, policy, elementwise=elementwise)  # type: ignore[arg-type]
+        assert type(optimizer) is make
+        assert not optimizer.state
+
+
+@on_ranks(2)
+def test_parameters_on_the_host_are_as_with_cpu_offload() -> None:
+    found = []
+    for policy in (Policy(parameters="host"), fullshard.CPUOffloadPolicy()):
+        torch.manual_seed(3)
+        model: Any = fullshard.fully_shard(UnevenMLP(), offload_policy=policy)
+        optimizer = optim.AdamW(model.parameters(), lr=0.01)
+        _train(model, optimizer, range(2))
+        assert fullshard.describe(model).units[0].offload
+        found.append(_values(model, optimizer))
+    assert all(map(torch.equal, *found))
