@@ -16,7 +16,7 @@ Run them from the repository root, on Linux (memory is read from /proc). Every s
 `--help` and `--json`, and `--out` to write its results; where no path is given, they go to
 `bench/results`, which git ignores: what is worth keeping is added by `git add --force`. The other files are shared by them: `model`
 (what is trained), `implementations` and `zero3` (who trains it), `ranks` (the processes), `resident`
-and `tensor_bytes` (two ways to measure memory), `goals` (what ours should reach), `tables` (printing
-and JSON). `LOG.md` has the decisions that stand for speed and memory, with what was rejected and
+and `tensor_bytes` (two ways to measure memory), `overlap` (what a trace says), `goals` (what ours should
+reach), `tables` (printing and JSON); `gpu_settings`, `gpu_training` and `gpu_page` are parts of `gpu`. `LOG.md` has the decisions that stand for speed and memory, with what was rejected and
 what was measured.
 """

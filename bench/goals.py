@@ -120,3 +120,39 @@ def count_reached(sections: Sequence[Section]) -> tuple[int, int]:
     verdicts = [row.is_reached for section in sections for row in section.rows]
     judged = [verdict for verdict in verdicts if verdict is not None]
     return sum(judged), len(judged)
+
+
+@dataclass(frozen=True)
+class GpuTarget:
+    """What an entry of a setting of `bench.gpu` should reach; entries are columns of the goal.
+
+    quantity: "ratio" of its step to that of `base`, "added ms" to the step of `base` for each layer, or "MFU".
+    """
+
+    setting: str
+    quantity: Literal["ratio", "added ms", "MFU"]
+    goal: Goal
+    base: str = ""
+
+    def __str__(self) -> str:
+        what = {
+            "ratio": f"step over {self.base}",
+            "added ms": f"ms a layer beyond {self.base}",
+            "MFU": "MFU",
+        }
+        return f"{self.setting}: {what[self.quantity]}"
+
+
+# On one H100 or H200. Compute-bound: never above FSDP2, and next to nothing above the model as it is.
+GPU_TARGETS = (
+    *(
+        GpuTarget(setting, "ratio", at_most(limit, "fullshard"), base)
+        for setting in ("1b", "1b-compiled", "3b", "3b-compiled")
+        for base, limit in (("unwrapped", 1.02), ("fsdp2", 1.0))
+    ),
+    GpuTarget("3b-compiled", "MFU", at_least(0.5, "fullshard")),
+    GpuTarget("small", "added ms", at_most(0.5, "fullshard"), "unwrapped"),
+    GpuTarget("small-captured", "ratio", at_most(1.05, "fullshard"), "unwrapped"),
+    GpuTarget("offload", "ratio", at_most(1.3, "fullshard offload=optimizer"), "fullshard"),
+    GpuTarget("offload", "ratio", at_most(2.0, "fullshard offload=all"), "fullshard"),
+)

@@ -1,9 +1,9 @@
-"""How much of a trace's copies ran beside kernels."""
+"""What a trace of the profiler says of one step: what the host launched, and what ran beside what."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Span = tuple[float, float]
 
@@ -48,6 +48,101 @@ def overlap_of(trace: dict[str, Any]) -> Overlap:
         streams=len(streams),
         copy_ms=length(merge([_span(e) for e in copies])) / 1e3,
         kernel_ms=length(busy) / 1e3,
+    )
+
+
+class Launches(NamedTuple):
+    """What the device ran in a step, what the host gave it, and how often the host waited for it."""
+
+    kernels: int
+    copies: int
+    launches: int
+    waits: int
+
+
+_LAUNCHING = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
+_WAITING = (
+    "cudaDeviceSynchronize",
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+    "cuStreamSynchronize",
+    "cuEventSynchronize",
+    "cuCtxSynchronize",
+)
+
+
+def count_launches(trace: dict[str, Any], *, during: str) -> Launches:
+    """Count a chrome trace's device activity, and the host's calls while a ``record_function`` block runs.
+
+    Kernels of a replayed graph count one by one, the launch of the graph once.
+    """
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and "dur" in e]
+    (block,) = [
+        _span(e) for e in events if e.get("cat") == "user_annotation" and e["name"] == during
+    ]
+    calls = [
+        e["name"]
+        for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and block[0] <= e["ts"] <= block[1]
+    ]
+    categories = [e.get("cat") for e in events]
+    return Launches(
+        kernels=categories.count("kernel"),
+        copies=categories.count("gpu_memcpy") + categories.count("gpu_memset"),
+        launches=sum(name.startswith(_LAUNCHING) for name in calls),
+        waits=sum(name.startswith(_WAITING) for name in calls),
+    )
+
+
+class Issued(NamedTuple):
+    """A collective that a unit's label names, and the matrix products that the host gave the device until its wait."""
+
+    label: str
+    num_products: int
+
+
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+
+
+def collectives_issued(trace: dict[str, Any], kind: str) -> list[Issued]:
+    """List labels like ``FSDP::all_gather (layers.1)`` in the order of the host. kind: without the prefix.
+
+    Products between such a label and that of its wait are what can run beside it.
+    """
+    events = sorted(
+        (e for e in trace["traceEvents"] if e.get("ph") == "X" and "dur" in e),
+        key=lambda e: e["ts"],
+    )
+    labels = [e for e in events if e.get("cat") == "user_annotation"]
+    products = [e["ts"] for e in events if e["name"] in _PRODUCTS]
+    found = []
+    for i, event in enumerate(labels):
+        begin = f"FSDP::{kind} ("
+        if event["name"].startswith(begin):
+            wait = event["name"].replace(begin, f"FSDP::{kind}_wait (")
+            until = next((e["ts"] for e in labels[i:] if e["name"] == wait), float("inf"))
+            count = sum(_span(event)[1] <= ts <= until for ts in products)
+            found.append(Issued(event["name"].removeprefix("FSDP::"), count))
+    return found
+
+
+class Lane(NamedTuple):
+    """Where a collective's kernels ran, and how many of them ran beside kernels that are no collective's."""
+
+    streams: set[int]
+    num_kernels: int
+    num_beside: int
+
+
+def lane_of(trace: dict[str, Any], name: str) -> Lane:
+    """Find the kernels of NCCL whose name has this part, e.g. ``AllGather``."""
+    kernels = [e for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") == "kernel"]
+    ours = [e for e in kernels if "nccl" in e["name"] and name in e["name"]]
+    busy = merge([_span(e) for e in kernels if "nccl" not in e["name"]])
+    return Lane(
+        {e["args"]["stream"] for e in ours},
+        len(ours),
+        sum(common([_span(e)], busy) > 0.0 for e in ours),
     )
 
 

@@ -34,7 +34,7 @@ from .tables import (
     add_output_options,
     emit,
     positive,
-    ratio_spread,
+    ratio_across,
     spread,
 )
 
@@ -182,15 +182,8 @@ def merged(batches: Sequence[Batch]) -> Batch:
 
 def time_ratio(batches: Sequence[Batch], name: str, base: str) -> Spread | None:
     """Take the ratio round by round where both were in one batch, else by way of FSDP2."""
-    for batch in batches:
-        if name in batch and base in batch:
-            return ratio_spread(batch[name].step_seconds, batch[base].step_seconds)
-    if base == "fsdp2":
-        return None
-    ours, theirs = (time_ratio(batches, each, "fsdp2") for each in (name, base))
-    if ours is None or theirs is None:
-        return None
-    return Spread(ours.median / theirs.median, ours.low / theirs.high, ours.high / theirs.low)
+    seconds = [{each: found.step_seconds for each, found in batch.items()} for batch in batches]
+    return ratio_across(seconds, name, base, by_way_of="fsdp2")
 
 
 def fastest_peer(batches: Sequence[Batch]) -> str | None:

@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -110,6 +110,23 @@ def spread(values: Sequence[float]) -> Spread:
 def ratio_spread(values: Sequence[float], base: Sequence[float]) -> Spread:
     """Spread of the ratios within each round, from which what slows a whole round cancels."""
     return spread([value / other for value, other in zip(values, base, strict=True)])
+
+
+def ratio_across(
+    batches: Sequence[Mapping[str, Sequence[float]]], name: str, base: str, *, by_way_of: str
+) -> Spread | None:
+    """Take the ratio round by round where both were in one batch, else by way of a third that is in both's."""
+    for batch in batches:
+        if name in batch and base in batch:
+            return ratio_spread(batch[name], batch[base])
+    if base == by_way_of:
+        return None
+    one, other = (
+        ratio_across(batches, each, by_way_of, by_way_of=by_way_of) for each in (name, base)
+    )
+    if one is None or other is None:
+        return None
+    return Spread(one.median / other.median, one.low / other.high, one.high / other.low)
 
 
 class Interval(NamedTuple):
