@@ -46,7 +46,7 @@ DOCS := .venv-docs/.stamp
 WEIGHTS := $(VENV)/.stamp-weights
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-all test-torch parity bench gpu-check package docs format lint style types pytest pytest-quick pytest-all pytest-torch clean
+.PHONY: help train quick test test-all test-torch parity bench gpu-check gpu-checks gpu-compute gpu-rest gpu-ranks package docs format lint style types pytest pytest-quick pytest-all pytest-torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -153,6 +153,20 @@ gpu-check: ## on one GPU: checks and benchmarks, in bench/results/
 	@$(GPU_PYTHON) -m tests.gpu --out bench/results/gpu-checks.json; checks=$$?; \
 	test $$checks -ne 2 || exit 2; \
 	$(GPU_PYTHON) -m bench.gpu && exit $$checks
+
+# For a card that is there for minutes: each ends within six. Those of bench.gpu go on from the rows that are in OUT.
+OUT = bench/results/card
+RESUMED = $(wildcard $(OUT)/gpu-*.json)
+GPU_ROWS = $(GPU_PYTHON) -m bench.gpu --budget-s 330 --out $(OUT) $(if $(RESUMED),--resume $(RESUMED)) --settings
+gpu-checks gpu-compute gpu-rest gpu-ranks: export PYTHONPATH := src:.:$(PYTHONPATH)
+gpu-checks: ## on a GPU for some minutes, first: checks of one rank, and of two that share its memory
+	@$(GPU_PYTHON) -m tests.gpu --only one-rank gloo peer auto --budget-s 300 --out $(OUT)/checks.json $(ARGS)
+gpu-compute: ## then, twice: rows that keep the GPU busy, in OUT (bench/results/card)
+	@$(GPU_ROWS) compute $(ARGS)
+gpu-rest: ## then, twice: small units, captured, offload, mixed precision, float8
+	@$(GPU_ROWS) rest $(ARGS)
+gpu-ranks: ## last: several ranks on the GPU, over NCCL
+	@$(GPU_PYTHON) -m tests.gpu --only nccl --budget-s 300 --out $(OUT)/checks-nccl.json $(ARGS)
 
 # With temporary environments, which it removes: what lies in .venv does not help the package.
 package: ## sdist and wheel in dist/, tried out in a new environment

@@ -41,8 +41,14 @@ class Result:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", default="", help="checks whose name contains this")
-    parser.add_argument("--jobs", type=int, default=3, help="checks at a time")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="PART", help="checks whose name contains one"
+    )
+    jobs = max(1, min(8, (os.cpu_count() or 1) // 2))
+    parser.add_argument("--jobs", type=int, default=jobs, help=f"checks at a time (here {jobs})")
+    parser.add_argument(
+        "--budget-s", type=float, default=float("inf"), metavar="S", help="start no check later"
+    )
     parser.add_argument("--out", type=Path, help="write the results here as JSON")
     parser.add_argument("--list", action="store_true", help="print the names and end")
     for name in ("run", "rank", "size", "store"):
@@ -56,42 +62,51 @@ def main(arguments: list[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no GPU: torch.cuda.is_available() is False, so no check was run", file=sys.stderr)
         return NO_GPU
-    names = [name for name in CHECKS if options.only in name]
+    names = [name for name in CHECKS if any(part in name for part in options.only)]
     timed = [name for name in names if CHECKS[name].is_timed]
-    results = []
+    deadline = time.monotonic() + options.budget_s
+    results: list[Result] = []
     for together, jobs in (([n for n in names if n not in timed], options.jobs), (timed, 1)):
         with ThreadPoolExecutor(jobs) as pool:
-            for result in pool.map(lambda name: run_check(name, options.device), together):
+            for result in pool.map(
+                lambda name: run_check(name, options.device, deadline), together
+            ):
                 results.append(result)
                 print(
-                    f"{result.outcome:7} {result.seconds:6.1f} s  {result.name}: {_first(result)}"
+                    f"{result.outcome:7} {result.seconds:6.1f} s  {result.name}: {_first(result)}",
+                    flush=True,
                 )
-                sys.stdout.flush()
+                if options.out is not None:
+                    _write(options.out, results, _device(options))
     failed = [result for result in results if result.outcome == "failed"]
     for result in failed:
         print(f"\n--- {result.name}\n{result.text}")
     print(
         f"{len(results) - len(failed)} of {len(results)} checks did not fail on {_device(options)}"
     )
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        found = {
-            "device": _device(options),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "date": time.strftime("%Y-%m-%d"),
-            "checks": [asdict(result) for result in results],
-        }
-        options.out.write_text(json.dumps(found, indent=2) + "\n")
     return 1 if failed else 0
 
 
-def run_check(name: str, device: str) -> Result:
-    """Run a check's ranks as processes, and say how it ended."""
+def _write(path: Path, results: list[Result], device: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = {
+        "device": device,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "date": time.strftime("%Y-%m-%d"),
+        "checks": [asdict(result) for result in results],
+    }
+    path.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def run_check(name: str, device: str, deadline: float = float("inf")) -> Result:
+    """Run a check's ranks as processes, and say how it ended. deadline: of ``time.monotonic``, to begin by."""
     check = CHECKS[name]
     if check.needs_cuda and device != "cuda":
         return Result(name, "skipped", 0.0, "needs CUDA")
     start = time.monotonic()
+    if start > deadline:
+        return Result(name, "skipped", 0.0, "not started, as the budget was over")
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         command = [sys.executable, "-m", "tests.gpu", "--device", device, "--run", name]

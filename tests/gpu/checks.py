@@ -253,6 +253,20 @@ def _counted_waits() -> Iterator[list[str]]:
         yield waits
 
 
+@contextlib.contextmanager
+def _syncs_forbidden(place: Place) -> Iterator[None]:
+    """Let torch raise where the host would wait for the device; on the CPU nothing does."""
+    if not place.is_cuda:
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def assert_no_sync(place: Place, model: nn.Module, waits_a_step: int) -> str:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batches = [place.tokens(step) for step in range(6)]
@@ -264,14 +278,9 @@ def assert_no_sync(place: Place, model: nn.Module, waits_a_step: int) -> str:
 
     for number in range(3):
         step(number)
-    torch.cuda.synchronize()
-    with _counted_waits() as waits:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for number in range(3, 6):
-                step(number)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    with _counted_waits() as waits, _syncs_forbidden(place):
+        for number in range(3, 6):
+            step(number)
     assert len(waits) == 3 * waits_a_step, f"the host waited for {len(waits)} events in 3 steps"
     return f"{waits_a_step} events waited for a step"
 
@@ -339,6 +348,23 @@ for _name, _options in {
         return assert_order(place, lambda model: shard(model, **options))
 
 
+def traced(place: Place, step: Callable[[], object]) -> dict[str, Any]:
+    """Return the chrome trace of a step."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if place.is_cuda:
+        torch.cuda.synchronize()
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        step()
+        if place.is_cuda:
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        trace: dict[str, Any] = json.loads(path.read_text())
+    return trace
+
+
 @check("one-rank-offload-overlaps", needs_cuda=True, is_timed=True)
 def _overlaps(place: Place) -> str:
     """Copies to and from the host run beside kernels, which keep the device busy, so that hosts run ahead."""
@@ -348,15 +374,7 @@ def _overlaps(place: Place) -> str:
     for _ in range(2):
         loss_of(model, tokens).backward()
         model.zero_grad()
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
-        loss_of(model, tokens).backward()
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        found = overlap_of(json.loads(path.read_text()))
+    found = overlap_of(traced(place, lambda: loss_of(model, tokens).backward()))
     assert found.streams >= 3, f"only {found.streams} streams: {found}"
     assert found.to_device >= 0.3, f"copies to the device do not overlap: {found}"
     assert found.to_host >= 0.3, f"copies to the host do not overlap: {found}"
