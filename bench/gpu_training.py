@@ -272,8 +272,7 @@ def build_training(
 
 def _stream_state(optimizer: torch.optim.Optimizer) -> None:
     """Keep the optimizer's state on the host, streamed through the device in each step."""
-    library: Any = fullshard
-    library.stream_state(optimizer, library.PlacementPolicy(optimizer="host"))
+    fullshard.stream_state(optimizer, fullshard.PlacementPolicy(optimizer="host"))
 
 
 def _convert_to_float8(model: Llama, entry: Entry, *, emulate: bool) -> None:

@@ -39,6 +39,7 @@ from tests.gpu.place import (
 BF16, FP32 = torch.bfloat16, torch.float32
 MIXED = fullshard.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
 OFFLOAD = fullshard.CPUOffloadPolicy()
+STATE_ON_HOST = fullshard.PlacementPolicy(optimizer="host")
 
 Face = Callable[[Llama], nn.Module]
 FACES: dict[str, Face] = {
@@ -182,6 +183,38 @@ def _offload_wrapper(place: Place) -> str:
     )
 
 
+def _stream(place: Place, face: Face, policy: fullshard.PlacementPolicy, **how: Any) -> str:
+    with exact(place):
+        alone = place.model()
+        model = face(copy.deepcopy(alone))
+        expected, losses = train(place, alone, **how), train(place, model, policy=policy, **how)
+        difference = largest_difference(values(alone), values(model))
+    assert (losses, difference) == (expected, 0.0), f"{losses} is not {expected}, or {difference}"
+    return "losses and parameters are equal in every bit"
+
+
+for _name, _face in FACES.items():
+
+    @check(f"one-rank-state-on-host-{_name}")
+    def _state_on_host(place: Place, face: Face = _face) -> str:
+        return _stream(place, face, STATE_ON_HOST)
+
+
+@check("one-rank-state-on-host-accumulate")
+def _state_on_host_accumulate(place: Place) -> str:
+    return _stream(place, shard, STATE_ON_HOST, num_microbatches=2, syncs_every_time=True)
+
+
+@check("one-rank-state-on-disk")
+def _state_on_disk(place: Place) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        policy = fullshard.PlacementPolicy(optimizer="disk", folder=folder)
+        said = _stream(place, shard, policy)
+        model = shard(place.model())
+        fullshard.stream_state(make_optimizer(model), policy)
+        return f"{said}; {fullshard.describe(model).units[0].state_place}"
+
+
 @check("one-rank-state-dict")
 def _state_dict(place: Place) -> str:
     model = shard(place.model(), mp_policy=MIXED)
@@ -267,8 +300,15 @@ def _syncs_forbidden(place: Place) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def assert_no_sync(place: Place, model: nn.Module, waits_a_step: int) -> str:
+def assert_no_sync(
+    place: Place,
+    model: nn.Module,
+    waits_a_step: int,
+    policy: fullshard.PlacementPolicy | None = None,
+) -> str:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if policy is not None:
+        optimizer = fullshard.stream_state(optimizer, policy)
     batches = [place.tokens(step) for step in range(6)]
 
     def step(number: int) -> None:
@@ -303,6 +343,11 @@ def _no_sync_offload(place: Place) -> str:
     return assert_no_sync(place, model, 1)  # before the optimizer reads gradients
 
 
+@check("one-rank-no-host-sync-state-on-host", needs_cuda=True)
+def _no_sync_state(place: Place) -> str:
+    return assert_no_sync(place, shard(place.model(), mp_policy=MIXED), 0, STATE_ON_HOST)
+
+
 @contextlib.contextmanager
 def _slow_lanes() -> Iterator[None]:
     """Let side lanes be late, so that whoever does not wait for them reads what is not there yet."""
@@ -326,14 +371,15 @@ def _slow_compute(model: Llama) -> None:
         layer.register_full_backward_hook(lambda *_: torch.cuda._sleep(1_000_000))
 
 
-def assert_order(place: Place, face: Face) -> str:
+def assert_order(place: Place, face: Face, policy: fullshard.PlacementPolicy | None = None) -> str:
     with exact(place):
         expected = train(place, face(place.model()))
         with _slow_lanes():
-            assert train(place, face(place.model())) == expected, "with late side lanes"
+            late = train(place, face(place.model()), policy=policy)
+            assert late == expected, "with late side lanes"
         slow = place.model()
         _slow_compute(slow)
-        assert train(place, face(slow)) == expected, "with late compute"
+        assert train(place, face(slow), policy=policy) == expected, "with late compute"
     return "losses are equal in every bit"
 
 
@@ -346,6 +392,11 @@ for _name, _options in {
     @check(f"one-rank-late-lanes-{_name}", needs_cuda=True)
     def _late(place: Place, options: dict[str, Any] = _options) -> str:
         return assert_order(place, lambda model: shard(model, **options))
+
+
+@check("one-rank-late-lanes-state-on-host", needs_cuda=True)
+def _late_state(place: Place) -> str:
+    return assert_order(place, lambda model: shard(model, mp_policy=MIXED), STATE_ON_HOST)
 
 
 def traced(place: Place, step: Callable[[], object]) -> dict[str, Any]:

@@ -121,9 +121,12 @@ def train(
     syncs_every_time: bool = False,
     max_norm: float | None = None,
     whole_batch: bool = False,
+    policy: fullshard.PlacementPolicy | None = None,
 ) -> list[float]:
-    """Train and return this rank's losses, read at the end."""
+    """Train and return this rank's losses, read at the end. policy: where the optimizer's state is kept."""
     optimizer = make_optimizer(model)
+    if policy is not None:
+        optimizer = fullshard.stream_state(optimizer, policy)
     losses: list[Tensor] = []
     for step in range(num_steps):
         for micro in range(num_microbatches):
