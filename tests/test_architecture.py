@@ -339,13 +339,13 @@ _MOST_LINES = {
     "live": 910,
     "migrate": 920,
     "models": 1174,
-    "optim": 2030,
+    "optim": 2066,
     "peers": 3354,
     "plan": 1590,
     "state": 3270,
     "tools": 16540,
     "top": 2104,
-    "watch": 1502,
+    "watch": 1503,
 }
 
 

@@ -278,3 +278,17 @@ def test_a_step_that_never_comes_and_a_model_that_goes_leave_nothing(lab: Lab) -
     del seen, optimizer, model, problem, inputs
     torch.empty(1 << 20, device=DEVICE).fill_(1.0)  # gets the memory of what has gone
     assert Runtime.of(DEVICE) is not None
+
+
+def test_a_report_counts_all_of_it_and_waits_for_nothing(lab: Lab) -> None:
+    problem = _problem()
+    model = shard(problem)
+    optimizer = fullshard.stream_state(_adamw(model), HOST)
+    train(lab, problem, model, optimizer=optimizer)
+    waits = lab.lanes.num_host_waits
+    report = fullshard.memory_report(model, optimizer)
+    at_home = (
+        NUM_BLOCKS * 2 * (4 * (WIDTH + 1) * WIDTH // 4 + 4)
+    )  # two moments and two counters a unit
+    assert report.total(fullshard.MemoryCategory.OPTIMIZER) == at_home + 2 * NBYTES
+    assert lab.lanes.num_host_waits == waits

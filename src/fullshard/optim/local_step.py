@@ -11,7 +11,7 @@ made only when somebody reads ``optimizer.state``, and is kept as long as somebo
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.optim.local_form import State, local_gradient, localize, show
-from fullshard.torch_private import DTensorSpec, local_part
+from fullshard.torch_private import DTensorSpec, local_part, pytree
 
 _spec = attrgetter("_spec")
 
@@ -64,6 +64,14 @@ class LocalStep:
             self._state = {}
         state: State = attributes["state"]
         return state
+
+    def memory(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Yield the tensors of the state with their parameters, as `state_memory` does."""
+        parameter_of = dict(zip(map(id, self._shards), self._parameters, strict=True))
+        for key, own in self._attributes().get("state", self._state).items():
+            for value in pytree.tree_leaves(own):
+                if isinstance(value, torch.Tensor):
+                    yield parameter_of.get(id(key), key), local_part(value)
 
     def device_of_state(self, parameter: torch.Tensor) -> torch.device:
         """Return where the state of a parameter is between steps."""

@@ -7,10 +7,10 @@ of its own (as `fully_shard` gives one to modules), whose ``step`` runs on those
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from torch import optim
+from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.checks.optimizers import why_not_elementwise
@@ -18,6 +18,7 @@ from fullshard.errors import ShardingError, StateError
 from fullshard.optim.local_step import LocalStep, own_step
 from fullshard.optim.streamed_step import StreamedStep
 from fullshard.policies import PlacementPolicy
+from fullshard.torch_private import local_part, pytree
 
 OptimizerT = TypeVar("OptimizerT", bound=optim.Optimizer)
 
@@ -101,6 +102,21 @@ def num_dtensors_of(optimizer: optim.Optimizer) -> int:
         return 0
     groups = optimizer.param_groups
     return sum(isinstance(param, DTensor) for group in groups for param in group["params"])
+
+
+def state_memory(optimizer: optim.Optimizer) -> Iterator[tuple[Any, Tensor]]:
+    """Yield each piece of memory of an optimizer's state, with its parameter. Waits for nothing.
+
+    What is on disk is none. Memory that serves all parameters is yielded with None.
+    """
+    step: LocalStep | None = vars(optimizer).get("_local_step")
+    if step is not None:
+        yield from step.memory()
+        return
+    for parameter, own in optimizer.state.items():
+        for value in pytree.tree_leaves(own):
+            if isinstance(value, Tensor):
+                yield parameter, local_part(value)
 
 
 class _StateOnDemand:

@@ -167,6 +167,10 @@ class Slot:
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=runtime.device)
             self._free = runtime.record()  # what compute did to this memory before
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.memory] if self._bounce is None else [self.memory, self._bounce]
+
     def begin_arrival(self, home: Home) -> None:
         """Start to bring a state here."""
         if home.file is None:

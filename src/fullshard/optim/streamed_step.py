@@ -85,18 +85,18 @@ class _Channel:
         if policy.folder is not None:
             rank = dist.get_rank() if dist.is_initialized() else 0
             self.files = UnitFiles(Path(policy.folder), rank=rank)
-        self._free: collections.deque[Slot] = (
+        self.free: collections.deque[Slot] = (
             collections.deque()
         )  # the one that was used first, first
         self._num_made = 0
 
     def take(self, nbytes: int) -> Slot | None:
         """Return one of the slots that stay; None if all are taken."""
-        if not self._free and self._num_made == NUM_SLOTS:
+        if not self.free and self._num_made == NUM_SLOTS:
             return None
-        if not self._free:
+        if not self.free:
             self._num_made += 1
-        slot = self._free.popleft() if self._free else self.extra(max(nbytes, self._nbytes))
+        slot = self.free.popleft() if self.free else self.extra(max(nbytes, self._nbytes))
         if (
             slot.nbytes < nbytes
         ):  # an option of the optimizer was changed: it keeps more than it did
@@ -109,7 +109,7 @@ class _Channel:
 
     def give_back(self, slot: Slot) -> None:
         """Take back one of the slots that stay."""
-        self._free.append(slot)
+        self.free.append(slot)
 
 
 class StreamedStep(LocalStep):
@@ -246,6 +246,17 @@ class StreamedStep(LocalStep):
     def shown_state(self) -> State:
         self._come_home()
         return super().shown_state()
+
+    def memory(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        homes = [piece.home for piece in self.pieces if piece.home is not None]
+        on_disk = {id(value) for home in homes if home.file is not None for value in home.values}
+        for parameter, value in super().memory():
+            if id(value) not in on_disk:
+                yield parameter, value
+        slots = [slot for channel in self._channels.values() for slot in channel.free]
+        slots += [slot for slot, _ in self._early.values()] + self._leaving
+        for slot in slots:
+            yield from ((None, memory) for memory in slot.tensors)
 
     def device_of_state(self, parameter: torch.Tensor) -> torch.device:
         self.plan()

@@ -30,7 +30,7 @@ from fullshard.engine.params.shown import own_gradient
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.unit import Unit, comms_of
 from fullshard.errors import StateError
-from fullshard.torch_private import pytree
+from fullshard.optim.shard_step import state_memory
 from fullshard.watch.describe import format_nbytes
 
 
@@ -164,10 +164,10 @@ def memory_report(
     uses += [_Use(MemoryCategory.KEPT, None, tensor) for tensor in resting]
     trained = {id(own.sharded): names[unit] for unit in units for own in unit.holders}
     for each in [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ():
-        for parameter, state in each.state.items():
-            for tensor in pytree.tree_leaves(state):
-                if isinstance(tensor, torch.Tensor):
-                    uses.append(_Use(MemoryCategory.OPTIMIZER, trained.get(id(parameter)), tensor))
+        uses += [
+            _Use(MemoryCategory.OPTIMIZER, trained.get(id(parameter)), memory)
+            for parameter, memory in state_memory(each)
+        ]
     uses += [_Use(MemoryCategory.UNMANAGED, None, tensor) for tensor in _unmanaged(model, units)]
     sharing = [unit for unit in units if unit.mapped_nbytes]
     shards = sum(tensor.nbytes for unit in sharing for tensor in unit.shard_memory)

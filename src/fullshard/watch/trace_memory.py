@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fullshard.engine.unit import Unit, comms_of
+from fullshard.optim.shard_step import state_memory
 from fullshard.torch_private import local_part
 from fullshard.watch.memory import MemoryCategory
 
@@ -137,11 +138,11 @@ class MemoryMeter:
     def count_optimizer(self) -> None:
         if self._optimizer is None:
             return
+        device = self._units[0].runtime.device
         self._totals[_OPTIMIZER] = sum(
-            local_part(value).nbytes
-            for state in self._optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
+            memory.nbytes
+            for _, memory in state_memory(self._optimizer)
+            if memory.device.type == device.type
         )
 
     def read(self) -> tuple[int, ...]:
