@@ -700,5 +700,8 @@ def test_copy_of_extended_parameters_trains_apart_from_the_original(api: Api) ->
 @on_ranks(2)
 def test_description_names_what_is_gathered_by_its_own_methods(api: Api) -> None:
     model = shard(api, make_model(), Int8)
+    plain = shard(api, make_model(), nn.Parameter)
     text = str(api.describe(model))
     assert "own methods: 0.weight" in text, text
+    sizes = [[unit.shard_nbytes for unit in api.describe(each).units] for each in (model, plain)]
+    assert sizes[0] == sizes[1]

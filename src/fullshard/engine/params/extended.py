@@ -228,6 +228,11 @@ class ExtendedParameters:
         return [] if self._region is None else [self._region]
 
     @property
+    def gathered_nbytes(self) -> int:
+        """The bytes of all ranks' inputs; 0 before the first gather."""
+        return sum(output.nbytes for item in self._items for output in item.outputs)
+
+    @property
     def memory(self) -> list[torch.Tensor]:
         """The memory of unsharded parameters, whether it is allocated now or not."""
         return [tensor for item in self._items for tensor in (*item.outputs, *item.inner)]
