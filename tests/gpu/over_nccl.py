@@ -11,6 +11,7 @@ import copy
 import gc
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -124,44 +125,60 @@ def _late_replicas(place: Place) -> str:
     return assert_order(place, _over_replicas)
 
 
-def _trained(place: Place, library: Any, compute_dtype: torch.dtype | None) -> list[float]:
-    """Return the losses of some steps, and on a GPU the peak of memory last, in MB above what was there."""
-    gc.collect()
-    floor = torch.cuda.memory_allocated() if place.is_cuda else 0
-    options: _Options = {}
-    if compute_dtype is not None:
-        options["mp_policy"] = library.MixedPrecisionPolicy(compute_dtype, FP32)
-    model = place.model()
-    for layer in model.model.layers:
-        library.fully_shard(layer, **options)
-    library.fully_shard(model, **options)
-    optimizer = make_optimizer(model)
-    losses = []
-    for step in range(6):
-        if place.is_cuda and step == 3:
-            torch.cuda.reset_peak_memory_stats()
-        loss = loss_of(model, place.own(place.tokens(step)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    peak = torch.cuda.max_memory_allocated() if place.is_cuda else 0
-    return [*losses, (peak - floor) / 1e6]
+def _untouched(_: nn.Module) -> None:
+    pass
 
 
-for _name, _dtype in {"fp32": None, "mixed": BF16}.items():
+@dataclass(frozen=True)
+class Training:
+    """How both engines train. prepare: the model, before it is sharded. after_step: of the optimizer."""
 
-    @check(f"two-ranks-nccl-as-fsdp2-{_name}", ranks=2, is_apart=True)
-    def _as_fsdp2(place: Place, dtype: torch.dtype | None = _dtype) -> str:
+    compute_dtype: torch.dtype | None = None
+    prepare: Callable[[Llama], None] = _untouched
+    after_step: Callable[[nn.Module], None] = _untouched
+
+    def run(self, place: Place, library: Any) -> list[float]:
+        """Return the losses of some steps, and on a GPU the peak of memory last, in MB above what was there."""
+        gc.collect()
+        floor = torch.cuda.memory_allocated() if place.is_cuda else 0
+        options: _Options = {}
+        if self.compute_dtype is not None:
+            options["mp_policy"] = library.MixedPrecisionPolicy(self.compute_dtype, FP32)
+        model = place.model()
+        self.prepare(model)
+        for layer in model.model.layers:
+            library.fully_shard(layer, **options)
+        library.fully_shard(model, **options)
+        optimizer = make_optimizer(model)
+        losses = []
+        for step in range(6):
+            if place.is_cuda and step == 3:
+                torch.cuda.reset_peak_memory_stats()
+            loss = loss_of(model, place.own(place.tokens(step)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            self.after_step(model)
+            losses.append(float(loss.detach()))
+        peak = torch.cuda.max_memory_allocated() if place.is_cuda else 0
+        return [*losses, (peak - floor) / 1e6]
+
+    def assert_as_fsdp2(self, place: Place) -> str:
         """Losses are those of PyTorch's FSDP2, and memory is not more."""
         fullshard.set_default_comm("process_group")
         with exact(place):
-            _trained(place, fsdp, dtype)  # so that cuBLAS has its memory
-            *theirs, their_peak = _trained(place, fsdp, dtype)
-            *ours, peak = _trained(place, fullshard, dtype)
+            self.run(place, fsdp)  # so that cuBLAS has its memory
+            *theirs, their_peak = self.run(place, fsdp)
+            *ours, peak = self.run(place, fullshard)
         assert ours == theirs, f"{ours} is not {theirs}"
         assert peak <= 1.05 * their_peak + 1.0, f"peak of {peak} MB, of FSDP2 {their_peak} MB"
         return f"losses are equal in every bit; peak {peak:.1f} MB, of FSDP2 {their_peak:.1f} MB"
+
+
+for _name, _dtype in {"fp32": None, "mixed": BF16}.items():
+    check(f"two-ranks-nccl-as-fsdp2-{_name}", ranks=2, is_apart=True)(
+        Training(_dtype).assert_as_fsdp2
+    )
 
 
 @check("two-ranks-nccl-checkpoint", ranks=2, is_apart=True)
