@@ -2,7 +2,7 @@
 
     python -m tests.gpu --only fp8
 
-Needs torchao, and scaled matmuls a GPU of compute capability 9.0; an older one emulates them as well.
+Needs torchao. A GPU before compute capability 9.0 emulates as well.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ for _ranks, _words in {1: "one-rank", 2: "two-ranks"}.items():
 
 @check("two-ranks-bytes", ranks=2, is_apart=True)
 def _bytes(place: Place) -> str:
-    """Blocks' weights travel in half the bytes of bfloat16, and their scales in one reduction."""
+    """Blocks' weights travel in half the bytes of bfloat16."""
     fullshard.set_default_comm("process_group")
     sent = []
     for gathers_float8 in (True, False):

@@ -45,7 +45,6 @@ pytestmark = [
 # Divides by 2, 3 and 4 ranks, and by the 16 that float8 matmuls need.
 DIM, NUM_BLOCKS, STEPS = 48, 3, 3
 WEIGHT = 4 * DIM * DIM  # elements of each of a block's two
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Way:
 
     recipe: torchao's. gathers_float8: whether weights travel so, which torchao offers for tensorwise scales.
     precomputes: the scales of all weights after each optimizer step, and not each before its gather.
-    reshard, mesh, dims: of `fully_shard`; dims: along which weights are cut.
+    reshard, mesh, shard_dim: of `fully_shard`; shard_dim: along which weights are cut.
     """
 
     recipe: str = "tensorwise"
@@ -306,8 +305,9 @@ def test_state_is_that_of_ordinary_weights(api: Api, tmp_path: Path) -> None:
     ordinary = Way(recipe="rowwise", gathers_float8=False)
     plain = _shard(api, ordinary, _build(ordinary))
     fullshard.load_checkpoint(tmp_path / "saved", plain)
+    fullshard.save_checkpoint(tmp_path / "again", plain)
     loaded = _shard(api, way, _build(way))
-    fullshard.load_checkpoint(tmp_path / "saved", loaded)
+    fullshard.load_checkpoint(tmp_path / "again", loaded)
     for each in (again, plain, loaded):
         assert_equal({n: _plain(p) for n, p in each.state_dict().items()}, states)
     streamed = dict(fullshard.iter_full_state(model))

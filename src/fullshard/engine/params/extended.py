@@ -19,9 +19,10 @@ parameters travel as bytes in one all-gather: that is one call, and Gloo refuses
 """
 
 import dataclasses
+import functools
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -87,7 +88,9 @@ class _Extended:
             )
         if local.device != device:
             local = local.to(device, non_blocking=True)  # offloaded
-        num_arguments = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
+        method = local.fsdp_pre_all_gather
+        function = getattr(method, "__func__", method)
+        num_arguments = _num_parameters(function) - (function is not method)
         if num_arguments not in (1, 5):
             raise MisuseError(
                 f"{param.name}: fsdp_pre_all_gather takes (mesh) or (mesh, outer_size, "
@@ -96,7 +99,7 @@ class _Extended:
         outer = torch.Size(param.shape)
         policy = policy.resolved(param.form.compute_dtype)
         arguments = (mesh, outer, _contiguous_strides(outer), param.slots[0].module(), policy)
-        inputs, self.metadata = local.fsdp_pre_all_gather(*arguments[:num_arguments])
+        inputs, self.metadata = method(*arguments[:num_arguments])
         inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
         # All ranks have to send as much.
         dim = param.form.shard_dim
@@ -160,7 +163,7 @@ class _Extended:
 
     def _joined_dim(self, tensor: torch.Tensor) -> int:
         """Return the dim along which an input of all ranks is joined."""
-        # A shard that was padded was cut along dim 0: others are divided evenly.
+        # Only dim 0 may be divided unevenly, and be padded to another shape than the shard's.
         return self.param.form.shard_dim if tensor.shape == self.param.local.shape else 0
 
 
@@ -241,6 +244,11 @@ class ExtendedParameters:
         """Free the memory of the unsharded parameters. See `buffers`, [Note: Freed under its tensors]."""
         self._region = None
         _free(self.memory)
+
+
+@functools.lru_cache(maxsize=64)  # a third of the host's time for a gather, if looked up each time
+def _num_parameters(function: Callable[..., Any]) -> int:
+    return len(inspect.signature(function).parameters)
 
 
 def _width(tensor: torch.Tensor) -> int:
