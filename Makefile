@@ -160,13 +160,13 @@ RESUMED = $(wildcard $(OUT)/gpu-*.json)
 GPU_ROWS = $(GPU_PYTHON) -m bench.gpu --budget-s 330 --out $(OUT) $(if $(RESUMED),--resume $(RESUMED)) --settings
 gpu-checks gpu-compute gpu-rest gpu-ranks: export PYTHONPATH := src:.:$(PYTHONPATH)
 gpu-checks: ## on a GPU for some minutes, first: checks of one rank, and of two that share its memory
-	@$(GPU_PYTHON) -m tests.gpu --only one-rank gloo peer auto --budget-s 300 --out $(OUT)/checks.json $(ARGS)
+	@$(GPU_PYTHON) -m tests.gpu --only one-rank gloo peer auto compile graph --budget-s 300 --out $(OUT)/checks.json $(ARGS)
 gpu-compute: ## then, twice: rows that keep the GPU busy, in OUT (bench/results/card)
 	@$(GPU_ROWS) compute $(ARGS)
 gpu-rest: ## then, twice: small units, captured, offload, mixed precision, float8
 	@$(GPU_ROWS) rest $(ARGS)
 gpu-ranks: ## last: several ranks on the GPU, over NCCL
-	@$(GPU_PYTHON) -m tests.gpu --only nccl --budget-s 300 --out $(OUT)/checks-nccl.json $(ARGS)
+	@$(GPU_PYTHON) -m tests.gpu --only nccl fp8 --budget-s 300 --out $(OUT)/checks-nccl.json $(ARGS)
 
 # With temporary environments, which it removes: what lies in .venv does not help the package.
 package: ## sdist and wheel in dist/, tried out in a new environment

@@ -74,6 +74,9 @@ SEEN = {
     "docs/models.md#torchcompile": {
         "compiled.py": [r"^rank 0: loss 0\.\d{3}$", r"^rank 1: loss 0\.\d{3}$"],
     },
+    "docs/models.md#float8": {
+        "float8.py": [r"^rank 0: loss \d\.\d{3}$", r"^rank 1: loss \d\.\d{3}$"],
+    },
     "docs/launch.md#in-notebooks": {
         "cell.py": [r"^loss 0\.\d{3}$", r"^\[rank 1\] loss 0\.\d{3}$", r"^0\.\d{3} and 0\.\d{3}$"],
     },

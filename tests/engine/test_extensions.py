@@ -28,6 +28,7 @@ from tests.training import (
     make_batch,
     mean_square,
     my_part,
+    part_of,
 )
 
 pytestmark = one_way("the other files of this folder; tests/parity; tests/differential")
@@ -234,10 +235,7 @@ def assert_trains_on_rounded_weights(
             optimizer.step()
             optimizer.zero_grad()
         for name, parameter in model.named_parameters():
-            whole = alone.get_parameter(name).detach()
-            place = parameter.device_mesh.get_local_rank(parameter.device_mesh.ndim - 1)
-            rows = whole.split(-(-whole.size(0) // num_parts))
-            part = rows[place] if place < len(rows) else whole[:0]
+            part = part_of(alone.get_parameter(name).detach(), parameter)
             torch.testing.assert_close(held_part(parameter).detach(), part, rtol=1e-4, atol=1e-6)
 
 
@@ -360,6 +358,15 @@ def test_extension_pads_what_is_divided_unevenly(api: Api) -> None:
     alone = copy.deepcopy(model)
     shard(api, model, BFloat16)
     assert_trains_on_rounded_weights(model, alone, bfloat16_on_ranks, world_size())
+
+
+@on_ranks(2, 4)
+def test_extension_may_be_cut_along_another_dim(api: Api) -> None:
+    model = make_model()
+    alone = copy.deepcopy(model)
+    shard(api, model, AsIs, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
+    assert model[0].weight.placements == (Shard(1),)
+    assert_trains_on_rounded_weights(model, alone, lambda whole, _: whole, world_size())
 
 
 @pytest.mark.ours("refuses every input of another shape than the padded shard's")
@@ -693,5 +700,8 @@ def test_copy_of_extended_parameters_trains_apart_from_the_original(api: Api) ->
 @on_ranks(2)
 def test_description_names_what_is_gathered_by_its_own_methods(api: Api) -> None:
     model = shard(api, make_model(), Int8)
+    plain = shard(api, make_model(), nn.Parameter)
     text = str(api.describe(model))
     assert "own methods: 0.weight" in text, text
+    sizes = [[unit.shard_nbytes for unit in api.describe(each).units] for each in (model, plain)]
+    assert sizes[0] == sizes[1]

@@ -17,6 +17,7 @@ from fullshard.comm.packing import Scratch
 from fullshard.engine.module_state import state_of
 from fullshard.engine.whole import gather_whole
 from tests.api import Api
+from tests.engine.test_extensions import AsIs
 from tests.harness import mesh_of, on_ranks, rank
 from tests.models import mlp
 from tests.training import make_batch
@@ -331,5 +332,8 @@ def test_no_root_is_warned_of_without_need(api: Api) -> None:
 
     small = nn.Sequential(wide(64), wide(64), wide(64))
     in_blocks = nn.Sequential(Block(1536), Block(1536), Block(1536))
-    for model in (small, in_blocks):
+    own_gather = nn.Sequential(Block(1536), Block(1536), wide(1536))
+    for block in own_gather[:2]:
+        block[0].weight = nn.Parameter(AsIs(block[0].weight.detach()))
+    for model in (small, in_blocks, own_gather):
         assert warnings_of(wrap(api, model)) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib.util
 import json
 import os
 import subprocess
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.gpu import over_nccl  # noqa: F401  (adds its checks)
+from tests.gpu import float8, over_nccl  # noqa: F401  (they add their checks)
 from tests.gpu.checks import CHECKS
 from tests.gpu.place import Place, nccl_host
 
@@ -104,6 +105,8 @@ def run_check(name: str, device: str, deadline: float = float("inf")) -> Result:
     check = CHECKS[name]
     if check.needs_cuda and device != "cuda":
         return Result(name, "skipped", 0.0, "needs CUDA")
+    if importlib.util.find_spec(check.package) is None:
+        return Result(name, "skipped", 0.0, f"needs the package {check.package}")
     start = time.monotonic()
     if start > deadline:
         return Result(name, "skipped", 0.0, "not started, as the budget was over")

@@ -53,6 +53,7 @@ FACES: dict[str, Face] = {
 class Check:
     """A check, and the ranks it takes. needs_cuda: it has no meaning on the CPU.
 
+    package: what it cannot do without.
     is_apart: NCCL takes each rank for one on a host of its own. Only so it lets two of them use one GPU.
     is_timed: others beside it on the GPU would change what it measures.
     """
@@ -63,6 +64,7 @@ class Check:
     needs_cuda: bool
     is_apart: bool = False
     is_timed: bool = False
+    package: str = "torch"
 
 
 CHECKS: dict[str, Check] = {}
@@ -76,11 +78,12 @@ def check(
     needs_cuda: bool = False,
     is_apart: bool = False,
     is_timed: bool = False,
+    package: str = "torch",
 ) -> Callable[[Callable[[Place], str]], Callable[[Place], str]]:
     """Add a check under a name."""
 
     def add(run: Callable[[Place], str]) -> Callable[[Place], str]:
-        CHECKS[name] = Check(run, ranks, backend, needs_cuda, is_apart, is_timed)
+        CHECKS[name] = Check(run, ranks, backend, needs_cuda, is_apart, is_timed, package)
         return run
 
     return add

@@ -12,6 +12,7 @@ import gc
 import itertools
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,40 +156,55 @@ class _Trained(NamedTuple):
     peak_mb: float
 
 
-def _trained(
-    place: Place, library: Any, compute_dtype: torch.dtype | None, config: LlamaConfig = SMALL
-) -> _Trained:
-    gc.collect()
-    floor = torch.cuda.memory_allocated() if place.is_cuda else 0
-    model = _sharded(library, place.model(config), compute_dtype)
-    optimizer = make_optimizer(model)
-    losses = []
-    for step in range(6):
-        if place.is_cuda and step == 3:
-            torch.cuda.reset_peak_memory_stats()
-        loss = loss_of(model, place.own(place.tokens(step)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    peak = torch.cuda.max_memory_allocated() if place.is_cuda else 0
-    return _Trained(losses, (peak - floor) / 1e6)
+def _untouched(_: nn.Module) -> None:
+    pass
 
 
-for _name, _dtype in {"fp32": None, "mixed": BF16}.items():
+@dataclass(frozen=True)
+class Training:
+    """How both engines train. prepare: the model, before it is sharded. after_step: of the optimizer."""
 
-    @check(f"two-ranks-nccl-as-fsdp2-{_name}", ranks=2, is_apart=True)
-    def _as_fsdp2(place: Place, dtype: torch.dtype | None = _dtype) -> str:
+    compute_dtype: torch.dtype | None = None
+    prepare: Callable[[Llama], None] = _untouched
+    after_step: Callable[[nn.Module], None] = _untouched
+    config: LlamaConfig = SMALL
+
+    def run(self, place: Place, library: Any) -> _Trained:
+        gc.collect()
+        floor = torch.cuda.memory_allocated() if place.is_cuda else 0
+        model = place.model(self.config)
+        self.prepare(model)
+        sharded = _sharded(library, model, self.compute_dtype)
+        optimizer = make_optimizer(sharded)
+        losses = []
+        for step in range(6):
+            if place.is_cuda and step == 3:
+                torch.cuda.reset_peak_memory_stats()
+            loss = loss_of(sharded, place.own(place.tokens(step)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            self.after_step(sharded)
+            losses.append(float(loss.detach()))
+        peak = torch.cuda.max_memory_allocated() if place.is_cuda else 0
+        return _Trained(losses, (peak - floor) / 1e6)
+
+    def assert_as_fsdp2(self, place: Place) -> str:
         """Losses are those of PyTorch's FSDP2, and memory is not more."""
         fullshard.set_default_comm("process_group")
         with exact(place):
-            _trained(place, fsdp, dtype)  # so that cuBLAS has its memory
-            theirs = _trained(place, fsdp, dtype)
-            ours = _trained(place, fullshard, dtype)
+            self.run(place, fsdp)  # so that cuBLAS has its memory
+            theirs, ours = self.run(place, fsdp), self.run(place, fullshard)
         assert ours.losses == theirs.losses, f"{ours} is not {theirs}"
         text = f"peak {ours.peak_mb:.1f} MB, of FSDP2 {theirs.peak_mb:.1f} MB"
         assert ours.peak_mb <= 1.05 * theirs.peak_mb + 1.0, text
         return f"losses are equal in every bit; {text}"
+
+
+for _name, _dtype in {"fp32": None, "mixed": BF16}.items():
+    check(f"two-ranks-nccl-as-fsdp2-{_name}", ranks=2, is_apart=True)(
+        Training(_dtype).assert_as_fsdp2
+    )
 
 
 # A rank's shards of a layer are 8 MB, so that what is of a fixed size counts little.
@@ -199,13 +215,12 @@ _WIDE = LlamaConfig(512, 512, 2048, 8, 8, 4)
 def _peak_memory(place: Place) -> str:
     """Memory is not above FSDP2's; both train in turn. On the CPU buffers are kept, by choice: `bench.memory`."""
     fullshard.set_default_comm("process_group")
-    _trained(place, fsdp, BF16, _WIDE)  # so that cuBLAS has its memory
-    theirs = _trained(place, fsdp, BF16, _WIDE).peak_mb
-    ours = _trained(place, fullshard, BF16, _WIDE).peak_mb
+    training = Training(BF16, config=_WIDE)
+    training.run(place, fsdp)  # so that cuBLAS has its memory
+    theirs, ours = training.run(place, fsdp).peak_mb, training.run(place, fullshard).peak_mb
     text = f"peak {ours:.1f} MB, of FSDP2 {theirs:.1f} MB: {ours / theirs:.3f} of it"
-    assert ours <= 1.005 * theirs, (
-        text
-    )  # the allocator's blocks are a little larger than what is asked for
+    # The allocator's blocks are a little larger than what is asked for.
+    assert ours <= 1.005 * theirs, text
     return text
 
 

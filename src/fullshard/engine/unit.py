@@ -213,6 +213,19 @@ class Unit:
         """Plan the memory of the unit's plain parameters, or of those among ``params`` instead."""
         return self.params.layout(self.comm, self.config.mp_policy, params)
 
+    @property
+    def shard_nbytes(self) -> int:
+        """The bytes of this rank's shards."""
+        own = sum(param.local.nbytes for param in self.params if param.is_extended)
+        return self.plan_layout().shard_nbytes + own
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """The bytes that a gather brings together; of extended parameters, those of the last one."""
+        extended = self.params.extended
+        own = 0 if extended is None else extended.gathered_nbytes
+        return self.plan_layout().unsharded_nbytes + own
+
     def reduce_over(self, group: dist.ProcessGroup | None) -> None:
         """Reduce-scatter over another group of the same ranks; None for the shard group."""
         self.reduce_group = group

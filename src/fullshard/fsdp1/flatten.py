@@ -7,11 +7,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.adoption import make_unit
+from fullshard.engine.params.dtensor import has_extension
 from fullshard.engine.params.flat import FlatHolder, HiddenParameter, OwnedPiece, PieceParameter
 from fullshard.engine.params.form import ParamForm, UnitMesh
 from fullshard.engine.params.unit_params import UnitParams
 from fullshard.engine.unit import Unit, UnitComms
-from fullshard.errors import ShardingError
+from fullshard.errors import ShardingError, UnsupportedError
 from fullshard.faces.coverage import Covered, check_shapes
 from fullshard.faces.forms import check_mesh_of
 from fullshard.faces.interop import leave_unchecked
@@ -31,8 +32,8 @@ def flat_unit(
 ) -> Unit:
     """Return a unit with the parameters of a call in flat buffers.
 
-    module: the one on which a flat parameter is registered. Raises ShardingError before anything is
-    changed: for parameters that cannot be flattened, or that a nested instance has.
+    module: the one on which a flat parameter is registered. Raises ShardingError or UnsupportedError
+    before anything is changed: for parameters that cannot be flattened, or that a nested instance has.
     """
     leave_unchecked()
     names = covered.names
@@ -104,6 +105,13 @@ def _check_flattenable(covered: Covered, mesh: UnitMesh, config: UnitConfig) -> 
     for parameter, name in covered.names.items():
         if isinstance(parameter, DTensor):
             check_mesh_of(parameter._spec, mesh.groups, name)
+        if config.style is ParamStyle.PIECES and has_extension(local_part(parameter), name):
+            raise UnsupportedError(
+                f"{name} is a {type(local_part(parameter)).__name__}, which defines its own all-gather. A 1-D "
+                "piece of it cannot take its place, as use_orig_params=True wants. Shard it with fully_shard, "
+                "which gathers it so, or let it be an ordinary parameter when the model is wrapped "
+                "(torchao: enable_fsdp_float8_all_gather=False), as use_orig_params=False takes it for one."
+            )
     for owner, slot in covered.ties:
         others = " and ".join(covered.where(other) for other in owner.slots)
         raise ShardingError(

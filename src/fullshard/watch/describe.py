@@ -27,7 +27,8 @@ class UnitDescription:
     """One unit's configuration in effect. Sizes are in bytes and of this rank.
 
     direct, packed, flat: names of parameters, by how they are communicated (see `plan.layout`).
-    extended: names of parameters that define their own all-gather; sizes do not count them.
+    extended: names of parameters that define their own all-gather. Their shards are counted, their unsharded
+        forms are not: they say themselves what those are.
     in_place: whether peers' shards are read where they are, instead of being copied.
     is_written: whether somebody was seen to write to parameters while the model ran.
     exempt: names of parameters that are computed in a dtype of their own (`param_dtype_override_fn`).
@@ -91,7 +92,8 @@ class UnitDescription:
             f"    mesh {self.mesh}; {self.communication}",
             f"    {self.dtypes}; reshard after forward: {self.reshard_after_forward}; "
             f"gradients divided by {self.divide_factor:g}",
-            f"    {moved}; this rank holds {format_nbytes(self.shard_nbytes)} of "
+            f"    {moved}; this rank holds {format_nbytes(self.shard_nbytes)}"
+            f"{'; without those below,' if self.extended else ' of'} "
             f"{format_nbytes(self.unsharded_nbytes)} unsharded",
         ]
         if any(extras):
@@ -215,7 +217,8 @@ def _describe(shown: _DescribedUnit) -> UnitDescription:
         reduces=unit.config.reduce_grads,
         keeps_storage=unit.config.keep_unsharded_storage,
         offload=unit.config.offload_to_cpu,
-        shard_nbytes=layout.shard_nbytes,
+        shard_nbytes=layout.shard_nbytes
+        + sum(p.local.nbytes for p in shown.params if p.is_extended),
         unsharded_nbytes=layout.unsharded_nbytes,
         divide_factor=unit.config.gradient_divide_factor or float(plan.data_parallel_size),
         unused=_unused(unit.config),

@@ -263,9 +263,8 @@ class Tracer(Observer):
             device=str(self._units[0].device),
             clock=Clock(self._moments.origin_ns, self._moments.error_ns, _host_id()),
             units=tuple(
-                TracedUnit(unit.name, size.unsharded_nbytes, size.shard_nbytes, unit.comm.name)
+                TracedUnit(unit.name, unit.gathered_nbytes, unit.shard_nbytes, unit.comm.name)
                 for unit in self._units
-                for size in [unit.plan_layout()]
             ),
             steps=tuple(steps),
             timeline=tuple(timeline),
@@ -300,7 +299,7 @@ class Tracer(Observer):
 
     def _nbytes(self, kind: Kind, unit: int) -> int:
         if kind is Kind.ALL_GATHER:
-            return self._units[unit].plan_layout().unsharded_nbytes
+            return self._units[unit].gathered_nbytes
         return self._gradient_nbytes[unit]
 
 

@@ -93,7 +93,7 @@ class MemoryMeter:
         self.saved = SavedTensors([local_part(each) for each in (*model.parameters(), *forms)])
         self._known: dict[tuple[int, Unit], int] = {}  # by category and unit
         self._totals = [0] * (len(CATEGORIES) - 1)
-        self._totals[_SHARDS] = sum(unit.plan_layout().shard_nbytes for unit in units)
+        self._totals[_SHARDS] = sum(unit.shard_nbytes for unit in units)
         self.count_all()
         self.count_optimizer()
 

@@ -77,7 +77,53 @@ class AsItIs(Held):
         return (whole, (whole,)) if out is None else None
 
 
-KINDS: dict[str, type[Held]] = {"out": Narrow, "no-out": AsItIs}
+class Scaled(torch.Tensor):
+    """Codes and the scale of all of them, which operations multiply."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Scaled:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, strides=codes.stride(), dtype=scale.dtype, device="cpu"
+        )
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.t.default):
+            return cls(function(args[0].codes), args[0].scale)
+        args, kwargs = tree_map_only(
+            cls, lambda x: x.codes.to(x.dtype) * x.scale, (args, kwargs or {})
+        )
+        return function(*args, **kwargs)
+
+
+class Shared(Held):
+    """Travels in fewer bits with a scale from the gather's lane, which compute reads: as torchao's float8 weights."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        """Return what travels, and the scale."""
+        scale = self.held.abs().amax().clamp(min=1e-6)
+        return ((self.held / scale).bfloat16(),), scale
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """Put both together, or the new scale to codes that are there."""
+        (codes,) = outputs
+        if out is None:
+            return Scaled(codes, metadata), (codes,)
+        out.scale = metadata
+        return None
+
+
+KINDS: dict[str, type[Held]] = {"out": Narrow, "no-out": AsItIs, "scale": Shared}
 
 
 def _extended(lab: Lab, name: str, *, kind: str, alone: bool, **options: Any) -> None:
@@ -85,8 +131,8 @@ def _extended(lab: Lab, name: str, *, kind: str, alone: bool, **options: Any) ->
     problem = problem_of(name)
     for module in problem.model.modules():
         for key, parameter in module.named_parameters(recurse=False):
-            # Those that divide unevenly have to be padded, which `AsItIs` does not.
-            if kind == "no-out" and parameter.size(0) % 4:
+            # Those that divide unevenly have to be padded, which only `Narrow` does.
+            if kind != "out" and parameter.size(0) % 4:
                 continue
             if alone or parameter.dim() > 1:
                 held = KINDS[kind](parameter.detach().clone())

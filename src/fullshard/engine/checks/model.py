@@ -1,6 +1,6 @@
 """Checks of a model: its root's share, by what its units divide, what was registered after it was sharded."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,9 +37,7 @@ def find_large_root(model: Model) -> str | None:
     layer's backward. So a model of which only the root is sharded saves no memory while it computes.
     That is seldom intended, and nothing else shows it. Small models do not count, nor a root that is whole anyway.
     """
-    # In the compute dtype.
-    total = sum(unit.plan_layout().unsharded_nbytes for unit in model.units)
-    of_root = sum(unit.plan_layout().unsharded_nbytes for unit in model.own)
+    total, of_root = _unsharded_nbytes(model.units), _unsharded_nbytes(model.own)
     if of_root < _SMALL_NBYTES or 2 * of_root <= total or model.own[0].mesh.plan.shard_size == 1:
         return None
     if dist.get_rank() != 0:
@@ -52,6 +50,12 @@ def find_large_root(model: Model) -> str | None:
         f"({of_root / 2**20:.0f} of {total / 2**20:.0f} MiB), which are gathered together and stay whole from the "
         f"first layer's forward to the last layer's backward, with all their gradients. {remedy}"
     )
+
+
+def _unsharded_nbytes(units: Iterable[Unit]) -> int:
+    """Return the bytes of whole parameters in their compute dtypes, however they are gathered."""
+    specs = (spec for unit in units for spec in unit.params.specs(unit.config.mp_policy))
+    return sum(spec.numel * spec.compute_dtype.itemsize for spec in specs)
 
 
 def find_small_divisors(model: Model) -> str | None:

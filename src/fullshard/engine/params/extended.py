@@ -7,8 +7,9 @@ onto it, takes part in the all-gather through the protocol that PyTorch's FSDP d
     tensor, inner = shard.fsdp_post_all_gather(outputs, metadata, param_dtype)       the first time
     shard.fsdp_post_all_gather(outputs, metadata, param_dtype, out=unsharded)        after that
 
-``inputs`` are plain tensors of any dtypes. ``outputs`` are the inputs of all ranks, joined along
-their first dim; they are the same tensors in every gather. ``inner`` are the tensors that the result
+``inputs`` are plain tensors of any dtypes. ``outputs`` are the inputs of all ranks: those that have the
+shard's shape are joined along the dim that the shard was cut along, others, such as scales, along their
+first. They are the same tensors in every gather. ``inner`` are the tensors that the result
 is made of: their memory is freed while the parameter is sharded, as that of the outputs is. A third
 method, ``fsdp_should_release_all_gather_outputs_after_post_all_gather()``, may say that the result
 needs the outputs no more; their memory is then freed at once. It is asked once.
@@ -18,9 +19,10 @@ parameters travel as bytes in one all-gather: that is one call, and Gloo refuses
 """
 
 import dataclasses
+import functools
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +88,9 @@ class _Extended:
             )
         if local.device != device:
             local = local.to(device, non_blocking=True)  # offloaded
-        num_arguments = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
+        method = local.fsdp_pre_all_gather
+        function = getattr(method, "__func__", method)
+        num_arguments = _num_parameters(function) - (function is not method)
         if num_arguments not in (1, 5):
             raise MisuseError(
                 f"{param.name}: fsdp_pre_all_gather takes (mesh) or (mesh, outer_size, "
@@ -95,7 +99,7 @@ class _Extended:
         outer = torch.Size(param.shape)
         policy = policy.resolved(param.form.compute_dtype)
         arguments = (mesh, outer, _contiguous_strides(outer), param.slots[0].module(), policy)
-        inputs, self.metadata = local.fsdp_pre_all_gather(*arguments[:num_arguments])
+        inputs, self.metadata = method(*arguments[:num_arguments])
         inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
         # All ranks have to send as much.
         dim = param.form.shard_dim
@@ -104,7 +108,8 @@ class _Extended:
         if short and local.dim() and local.size(dim) != rows:
             raise MisuseError(
                 f"{param.name} is divided unevenly: fsdp_pre_all_gather has to pad dim {dim} of what it "
-                f"returns to {rows}, but returned {short}."
+                f"returns to {rows}, but returned {short}. If it cannot, cut a dim that {size} divides "
+                "(shard_placement_fn), or leave the parameter an ordinary one."
             )
         # Held until `receive`, which reads their shapes; their bytes are copied before that.
         self.inputs = [tensor.detach().contiguous() for tensor in inputs]
@@ -121,22 +126,25 @@ class _Extended:
                 torch.empty(size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
                 for tensor in self.inputs
             ]
+        outputs = []
         # Tensors that autograd has saved may be views of the outputs, whatever the shard's method
         # has made of them. Without this, backward would raise "modified by an inplace operation".
         with preserve_version_counters(tuple(self.outputs)):
-            for output, piece in zip(self.outputs, pieces, strict=True):
+            for output, tensor, piece in zip(self.outputs, self.inputs, pieces, strict=True):
                 _allocate(output)
-                rows = output.view(torch.uint8).view(size, -1)
-                rows.copy_(piece[:, : rows.size(1)])
-        outputs = tuple(
-            output.view(-1, *tensor.shape[1:])
-            for output, tensor in zip(self.outputs, self.inputs, strict=True)
-        )
+                dim = self._joined_dim(tensor)
+                nbytes, outer = tensor.numel() * tensor.itemsize, math.prod(tensor.shape[:dim])
+                parts = piece[:, :nbytes].unflatten(1, (outer, nbytes // max(outer, 1)))
+                whole = output.view(torch.uint8).view(outer, size, parts.size(2))
+                whole.transpose(0, 1).copy_(parts)
+                shape = [*tensor.shape] or [1]
+                shape[dim] *= size
+                outputs.append(output.view(shape))
         self.inputs = []  # they may be as large as the shard
         param, metadata, self.metadata = self.param, self.metadata, None
         local: Any = param.local
         dtype = dtype if dtype is not None and param.sharded.is_floating_point() else None
-        arguments = (outputs, metadata, dtype or param.sharded.dtype)
+        arguments = (tuple(outputs), metadata, dtype or param.sharded.dtype)
         if param.unsharded is not None:
             # By the protocol, the result is written to the memory that the last one had; the
             # parameter and autograd's graph go on to refer to it.
@@ -152,6 +160,11 @@ class _Extended:
             param.create_unsharded(tensor)
         if self.releases:
             _free(self.outputs)
+
+    def _joined_dim(self, tensor: torch.Tensor) -> int:
+        """Return the dim along which an input of all ranks is joined."""
+        # Only dim 0 may be divided unevenly, and be padded to another shape than the shard's.
+        return self.param.form.shard_dim if tensor.shape == self.param.local.shape else 0
 
 
 class ExtendedParameters:
@@ -218,6 +231,11 @@ class ExtendedParameters:
         return [] if self._region is None else [self._region]
 
     @property
+    def gathered_nbytes(self) -> int:
+        """The bytes of all ranks' inputs; 0 before the first gather."""
+        return sum(output.nbytes for item in self._items for output in item.outputs)
+
+    @property
     def memory(self) -> list[torch.Tensor]:
         """The memory of unsharded parameters, whether it is allocated now or not."""
         return [tensor for item in self._items for tensor in (*item.outputs, *item.inner)]
@@ -226,6 +244,11 @@ class ExtendedParameters:
         """Free the memory of the unsharded parameters. See `buffers`, [Note: Freed under its tensors]."""
         self._region = None
         _free(self.memory)
+
+
+@functools.lru_cache(maxsize=64)  # a third of the host's time for a gather, if looked up each time
+def _num_parameters(function: Callable[..., Any]) -> int:
+    return len(inspect.signature(function).parameters)
 
 
 def _width(tensor: torch.Tensor) -> int:
