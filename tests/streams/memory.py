@@ -1,6 +1,6 @@
 """What was done to every byte of memory, and whether events order it.
 
-Three rules:
+Four rules:
 
     race    two operations touch one byte, at least one writes it, and neither is over before the
             other begins
@@ -8,6 +8,8 @@ Three rules:
             when it was allocated; the caching allocator gives it to the next allocation there. By
             then all that other lanes do to it has to be over, as far as the home lane knows. (With
             `record_stream` the allocator itself would ask, and the engine does without.)
+    born    memory that one lane allocates may be what that lane has freed, and still uses as that: another
+            lane may touch it only after all that its home was given before
     keep    memory of a collective that runs on its group's lane is kept until the home lane has
             waited for it, whether or not anything is allocated meanwhile
 """
@@ -61,6 +63,7 @@ class Block:
         self.home = home
         self.place = place
         self.accesses: list[Access] = []
+        self.born = 0  # operations of its home until it was allocated
 
 
 class Memory:
@@ -122,7 +125,9 @@ class Memory:
             self._check_reuse(home, what)
         if start not in self._blocks:
             bisect.insort(self._starts, start)
-        self._blocks[start] = Block(storage, home, place)
+        block = self._blocks[start] = Block(storage, home, place)
+        if place is Place.DEVICE:
+            block.born = self._lanes.clock(home).get(home, 0)
 
     def resize(self, storage: torch.UntypedStorage, resize: Callable[[], object]) -> None:
         """Resize a storage: what it had is freed, and what it gets is of the current lane."""
@@ -184,6 +189,10 @@ class Memory:
             if block is None:
                 continue
             access = Access(start, stop, moment.lane, moment.number, writes, what)
+            if moment.lane != block.home and not moment.follows(block.home, block.born):
+                self._report(
+                    f"born: {access} in memory that {name_of(block.home)} may still use as what it was before"
+                )
             kept = []
             for old in block.accesses:
                 if old.stop <= start or stop <= old.start:

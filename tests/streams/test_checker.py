@@ -199,6 +199,26 @@ def _read_on_the_side(lab: Lab, tensor: Tensor) -> Event:
         return lab.lanes.record()
 
 
+def test_memory_that_another_lane_touches_may_still_be_used_as_what_it_was(lab: Lab) -> None:
+    old = new()
+    del old  # compute has yet to zero it, and is given the memory again
+    memory = torch.empty(8, device=DEVICE)
+    with lab.lanes.on(SIDE):
+        memory.zero_()
+    assert kinds(lab) == ["born"]
+
+
+def test_memory_that_another_lane_touches_after_its_home_is_its_own(lab: Lab) -> None:
+    old = new()
+    del old
+    memory = torch.empty(8, device=DEVICE)
+    event = lab.lanes.record()
+    with lab.lanes.on(SIDE):
+        lab.lanes.wait(event)
+        memory.zero_()
+    assert lab.problems == []
+
+
 def test_memory_that_goes_while_another_lane_reads_it_is_reused_too_early(lab: Lab) -> None:
     tensor = new()
     _read_on_the_side(lab, tensor)
@@ -416,6 +436,7 @@ def test_collective_without_work_runs_on_the_lane_that_calls_it(async_lab: Lab) 
     target.sum()
     assert async_lab.problems == []
     with async_lab.lanes.on(OTHER):
+        async_lab.lanes.wait(event)
         target.sum()
     assert kinds(async_lab) == ["race"]
 

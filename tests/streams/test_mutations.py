@@ -46,6 +46,18 @@ NOT_MISSED = {
     ),
     **dict.fromkeys(
         [
+            ("optim/state_memory.py", f"Slot.{name}", f"{ticket}.wait()")
+            for name, ticket in (
+                ("arrive", "self._read"),
+                ("finish_arrival", "self._read"),
+                ("finish_writing", "self._written"),
+                ("release", "ticket"),
+            )
+        ],
+        "waits for threads that read and write files: tests/optim",
+    ),
+    **dict.fromkeys(
+        [
             ("engine/iteration.py", f"Iteration.begin_{name}", "self.units[0].runtime.record()")
             for name in ("forward", "backward")
         ],

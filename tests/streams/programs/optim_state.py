@@ -102,6 +102,21 @@ def _read_after_steps(optimizer: Any) -> Any:
     return optimizer
 
 
+@program("state-on-host-of-late-gradients")
+def _late_gradients(lab: Lab, name: str) -> None:
+    """Let units get more state in the second step, when the rest of it is on the device."""
+    steps = 0
+
+    def without_some(optimizer: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 1:
+            for parameter in optimizer.param_groups[0]["params"][::2]:
+                parameter.grad = None
+
+    _streamed(lab, name, between=without_some)
+
+
 for _name, _options in {
     "read": {"make": lambda parameters: _read_after_steps(_adamw(parameters))},
     "written": {"between": _write, "times_data": 512},
