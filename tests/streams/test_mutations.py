@@ -56,6 +56,11 @@ NOT_MISSED = {
         ],
         "waits for threads that read and write files: tests/optim",
     ),
+    (
+        "optim/state_memory.py",
+        "Slot._copy_in",
+        "runtime.on(Lane.STATE_IN)",
+    ): "compute would copy it: slower, not wrong (test_state.py)",
     **dict.fromkeys(
         [
             ("engine/iteration.py", f"Iteration.begin_{name}", "self.units[0].runtime.record()")
