@@ -15,6 +15,7 @@ needed for what. Nothing then fails in the middle of a step. What has an alterna
 import contextlib
 import functools
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -114,6 +115,13 @@ with _to("let the compiler pass through a function, into those that it calls"):
         torch._C._dynamo.eval_frame._FrameAction.SKIP,
         torch._C._dynamo.eval_frame._FrameAction.DEFAULT,
     )
+
+
+def is_compiled_backward() -> bool:
+    """Tell whether compiled autograd runs a backward, whose module is there once something asked for it."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "in_compiled_autograd_region", False))
+
 
 # The name of the module inside a compiled one, in paths of parameters.
 COMPILED_MODULE = "_orig_mod"

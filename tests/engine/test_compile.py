@@ -1,219 +1,58 @@
-"""`torch.compile` of what is inside a unit.
+"""`torch.compile` of what is inside a unit: the programs of `tests.compiled`.
 
 `aot_eager` traces forward and backward as any backend would and then runs the graphs with PyTorch's
-own kernels, so results are those of eager execution bit by bit.
+own kernels, so results are those of eager execution bit by bit. Inductor's are those of PyTorch's engine
+bit by bit, compiled by it too.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
-
 import pytest
 import torch
-import torch._dynamo as dynamo
-from torch import Tensor, nn
+from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed import fsdp
 
+from fullshard.errors import StateError
 from tests.api import Api
+from tests.compiled import (
+    BLOCKS,
+    EAGER,
+    PROGRAMS,
+    Block,
+    Program,
+    assert_same,
+    batch_of,
+    compare,
+    eagerly,
+    forget_compiled,
+    gradients_of,
+    loss_of,
+    make_model,
+    train,
+)
 from tests.harness import on_ranks
 from tests.selection import one_way, repeats
-from tests.training import (
-    assert_equal,
-    assert_gradients_are_parts_of,
-    gradients_alone,
-    local_gradients,
-    make_batch,
-    mean_square,
-    my_part,
-)
 
 pytestmark = one_way("the other files of this folder; tests/parity; tests/differential")
 
-STEPS = 3
+AOT = "aot_eager"
 LIMIT_S = 120.0  # the first of them imports the compiler
-
-
-class Block(nn.Module):
-    """Two layers around a residual connection. (n, 16) -> same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.up = nn.Linear(16, 32)
-        self.down = nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add the layers' output."""
-        return x + self.down(self.up(self.norm(x)).relu())
-
-
-class Stack(nn.Sequential):
-    """A sequence whose forward is not the library's, so that the compiler looks at it. (n, 16) -> (n, 4)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply one layer after the other."""
-        for layer in self:
-            x = layer(x)
-        return x
-
-
-def _model() -> Stack:
-    torch.manual_seed(0)
-    return Stack(Block(), Block(), nn.Linear(16, 4))
-
-
-def _shard(api: Api, model: nn.Sequential, **options: Any) -> nn.Sequential:
-    for block in model[:2]:
-        api.fully_shard(block, **options)
-    return api.fully_shard(model, **options)
-
-
-def _plain(api: Api, model: nn.Sequential, compiled: dict[str, Any], **options: Any) -> None:
-    _shard(api, model, **options)
-
-
-def _wrapped_before(
-    api: Api, model: nn.Sequential, compiled: dict[str, Any], **options: Any
-) -> None:
-    for index in range(2):
-        model[index] = torch.compile(model[index], **compiled)
-    _shard(api, model, **options)
-
-
-def _wrapped_after(
-    api: Api, model: nn.Sequential, compiled: dict[str, Any], **options: Any
-) -> None:
-    _shard(api, model, **options)
-    for index in range(2):
-        model[index] = torch.compile(model[index], **compiled)
-
-
-def _checkpointed(api: Api, model: nn.Sequential, compiled: dict[str, Any], **options: Any) -> None:
-    for index in range(2):
-        model[index] = checkpoint_wrapper(model[index])
-    _in_place_after(api, model, compiled, **options)
-
-
-def _in_place_before(
-    api: Api, model: nn.Sequential, compiled: dict[str, Any], **options: Any
-) -> None:
-    for block in model[:2]:
-        block.compile(**compiled)
-    _shard(api, model, **options)
-
-
-def _in_place_after(
-    api: Api, model: nn.Sequential, compiled: dict[str, Any], **options: Any
-) -> None:
-    _shard(api, model, **options)
-    for block in model[:2]:
-        block.compile(**compiled)
-
-
-def _forward_after(
-    api: Api, model: nn.Sequential, compiled: dict[str, Any], **options: Any
-) -> None:
-    _shard(api, model, **options)
-    for block in model[:2]:
-        block.forward = torch.compile(block.forward, **compiled)
-
-
-def _whole_after(api: Api, model: nn.Sequential, compiled: dict[str, Any], **options: Any) -> None:
-    _shard(api, model, **options).compile(**compiled)
-
-
-def _whole_before(api: Api, model: nn.Sequential, compiled: dict[str, Any], **options: Any) -> None:
-    model.compile(**compiled)
-    _shard(api, model, **options)
-
-
-WAYS: dict[str, Callable[..., None]] = {
-    "wrapped before": _wrapped_before,
-    "wrapped after": _wrapped_after,
-    "in place before": _in_place_before,
-    "in place after": _in_place_after,
-    "forward after": _forward_after,
-    "checkpointed": _checkpointed,
-}
-WHOLE = {"before": _whole_before, "after": _whole_after}
-
-
-def _forget_compiled() -> None:
-    dynamo.reset()
-    counters.clear()
-    warnings.simplefilter("ignore")  # Dynamo looks at what warns; for the rest of the test
-
-
-@dataclass
-class Run:
-    """Each step's loss, gradients and number of graphs until then; the graphs' numbers of layers.
-
-    num_frames: how many Python functions the compiler had looked at by the end of each step.
-    is_whole: whether nothing interrupted a graph.
-    """
-
-    losses: list[Tensor] = field(default_factory=list)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    num_graphs: list[int] = field(default_factory=list)
-    num_frames: list[int] = field(default_factory=list)
-    layers: list[int] = field(default_factory=list)
-    is_whole: bool = False
-
-
-def _train(api: Api, way: Callable[..., None], *, fullgraph: bool = False, **options: Any) -> Run:
-    _forget_compiled()
-    counter = CompileCounterWithBackend("aot_eager")
-    model, run = _model(), Run()
-    way(api, model, {"backend": counter, "fullgraph": fullgraph}, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        loss = mean_square(model(my_part(make_batch(16, seed=step))))
-        loss.backward()
-        run.losses.append(loss.detach())
-        gradients = local_gradients(model)
-        run.gradients.append({_clean(name): grad for name, grad in gradients.items()})
-        run.num_graphs.append(counter.frame_count)
-        run.num_frames.append(counters["frames"]["total"])
-        optimizer.step()
-        optimizer.zero_grad()
-    run.layers = [
-        sum(
-            node.op == "call_function" and "linear" in str(node.target)
-            for node in graph.graph.nodes
-        )
-        for graph in counter.graphs
-    ]
-    run.is_whole = not counters["graph_break"]
-    return run
-
-
-def _clean(name: str) -> str:
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-
-
-def _assert_same(run: Run, eager: Run, *, rtol: float = 1e-6, atol: float = 1e-7) -> None:
-    assert run.num_graphs[0] >= 1
-    assert not any(eager.num_graphs)
-    torch.testing.assert_close(run.losses, eager.losses, rtol=rtol, atol=atol)
-    for compiled, expected in zip(run.gradients, eager.gradients, strict=True):
-        assert_equal(compiled, expected, rtol=rtol, atol=atol)
+CPP_LIMIT_S = 600.0  # each graph takes the C++ compiler seconds
 
 
 # Two more tests compile in the other two ways.
 @repeats(lambda s: s["way"] in ("wrapped before", "forward after"))
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", BLOCKS)
 @on_ranks(2, limit_s=LIMIT_S)
 def test_compiled_blocks_train_as_eager_ones_in_one_graph_each(api: Api, way: str) -> None:
-    run = _train(api, WAYS[way])
-    _assert_same(run, _train(api, _plain))
+    run = train(api, Program(way), backend=AOT)
+    assert_same(run, train(api, Program(EAGER), backend=AOT))
     # Nothing is compiled again after the first step, and nothing but what the user wrote.
-    assert run.num_graphs == [run.num_graphs[0]] * STEPS
-    assert run.num_frames == [run.num_frames[0]] * STEPS
+    assert run.num_graphs == [run.num_graphs[0]] * 3
+    assert run.num_frames == [run.num_frames[0]] * 3
     assert api.is_torch or run.num_frames[0] == run.num_graphs[0]
     assert set(run.layers) == {2} or way == "checkpointed"  # whose graphs are within one
     assert run.is_whole
@@ -221,77 +60,109 @@ def test_compiled_blocks_train_as_eager_ones_in_one_graph_each(api: Api, way: st
 
 # The others are compiled in the test above, which counts their graphs.
 @repeats(lambda s: s["way"] != "checkpointed")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", BLOCKS)
 @on_ranks(2, limit_s=LIMIT_S)
 def test_blocks_that_must_be_full_graphs_are(api: Api, way: str) -> None:
-    run = _train(api, WAYS[way], fullgraph=True)
-    _assert_same(run, _train(api, _plain))
-    assert run.num_graphs == [run.num_graphs[0]] * STEPS
+    run = train(api, Program(way, compiler={"fullgraph": True}), backend=AOT)
+    assert_same(run, train(api, Program(EAGER), backend=AOT))
+    assert run.num_graphs == [run.num_graphs[0]] * 3
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "whole-before",
+        "whole-after",
+        "wrapper-whole",
+        pytest.param("flat-whole", marks=pytest.mark.long),
+    ],
+)
 @on_ranks(2, limit_s=LIMIT_S)
-def test_compiled_blocks_that_stay_whole_train_as_eager_ones(api: Api) -> None:
-    run = _train(api, _wrapped_before, reshard_after_forward=False)
-    _assert_same(run, _train(api, _plain, reshard_after_forward=False))
-    assert run.num_graphs[1:] == [run.num_graphs[1]] * (STEPS - 1)
-
-
-@on_ranks(2, limit_s=LIMIT_S)
-def test_compiled_blocks_compute_in_the_dtype_of_the_policy(api: Api) -> None:
-    policy = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    run = _train(api, _forward_after, mp_policy=policy)
-    _assert_same(run, _train(api, _plain, mp_policy=policy), rtol=5e-2, atol=5e-3)
-
-
-@pytest.mark.parametrize("when", WHOLE)
-@on_ranks(2, limit_s=LIMIT_S)
-def test_whole_model_compiles_to_a_graph_per_block(api: Api, when: str) -> None:
+def test_whole_model_compiles_to_a_graph_per_block(api: Api, name: str) -> None:
     """What is between blocks calls their hooks, and is not compiled."""
-    run = _train(api, WHOLE[when])
-    _assert_same(run, _train(api, _plain))
-    assert run.num_graphs == [run.num_graphs[0]] * STEPS
-    assert run.num_frames == [run.num_frames[0]] * STEPS
-    assert api.is_torch or run.num_frames[0] == run.num_graphs[0] + 1  # the model's forward
+    run = train(api, PROGRAMS[name], backend=AOT)
+    assert_same(run, train(api, eagerly(PROGRAMS[name]), backend=AOT))
+    assert run.num_graphs == [run.num_graphs[0]] * 3
+    assert run.num_frames == [run.num_frames[0]] * 3
+    if api.is_torch:
+        return
+    assert run.num_frames[0] == run.num_graphs[0] + 1  # the model's forward
     assert set(run.layers) == {2}
     assert run.is_whole
 
 
+@pytest.mark.parametrize(
+    "name", ["wrapper", "flat", pytest.param("flat-freezing", marks=pytest.mark.long)]
+)
+@on_ranks(2, limit_s=LIMIT_S)
+def test_wrapped_blocks_are_full_graphs(api: Api, name: str) -> None:
+    if api.is_torch and PROGRAMS[name].face == "flat":
+        pytest.skip("PyTorch: refuses full graphs of flat parameters")
+    run = train(api, PROGRAMS[name], backend=AOT)
+    assert_same(run, train(api, eagerly(PROGRAMS[name]), backend=AOT))
+    assert set(run.layers) == {2}
+    assert run.num_graphs[2:] == [run.num_graphs[1]] * (len(run.num_graphs) - 2)
+
+
+@pytest.mark.apis("peer_memory")  # compiled code does not communicate
+@repeats(lambda s: s["world_size"] == 1 or (s["name"] != "full-graph" and s["backend"] != AOT))
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "inductor") for name in PROGRAMS),
+        *((name, AOT) for name in ("stays-whole", "mixed-precision", "evaluation")),
+    ],
+)
+@on_ranks(2, 1, limit_s=CPP_LIMIT_S)
+def test_programs_have_the_bits_of_torch_s_engine_from_no_more_graphs(
+    api: Api, name: str, backend: str
+) -> None:
+    assert compare(api, fsdp, name, backend=backend)
+
+
 @on_ranks(2, limit_s=LIMIT_S)
 def test_compiled_function_around_a_sharded_model_trains_it(api: Api) -> None:
-    expected = _train(api, _plain)
-    _forget_compiled()
-    counter = CompileCounterWithBackend("aot_eager")
-    model = _shard(api, _model())
+    expected = train(api, Program(EAGER), backend=AOT)
+    forget_compiled()
+    model = _shard(api)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     num_frames = []
 
-    @torch.compile(backend=counter)
+    @torch.compile(backend=CompileCounterWithBackend(AOT))
     def step(x: Tensor) -> Tensor:
-        loss = mean_square(model(x))
+        loss = loss_of(model, x)
         loss.backward()
         return loss.detach()
 
-    for seed in range(STEPS):
-        loss = step(my_part(make_batch(16, seed=seed)))
+    for seed in range(3):
+        loss = step(batch_of(seed, 6))
         torch.testing.assert_close(loss, expected.losses[seed], rtol=1e-6, atol=1e-7)
-        assert_equal(local_gradients(model), expected.gradients[seed], rtol=1e-6, atol=1e-7)
+        gradients = gradients_of(model)
+        torch.testing.assert_close(gradients, expected.gradients[seed], rtol=1e-6, atol=1e-7)
         optimizer.step()
         optimizer.zero_grad()
         num_frames.append(counters["frames"]["total"])
-    assert num_frames[1:] == [num_frames[1]] * (STEPS - 1)
+    assert num_frames[1:] == [num_frames[1]] * 2
 
 
-@on_ranks(2, limit_s=LIMIT_S)
-def test_compiled_block_evaluates_and_trains_by_turns(api: Api) -> None:
-    _forget_compiled()
-    model, batch = _model(), make_batch(16)
-    expected = gradients_alone(model, batch)
-    with torch.no_grad():
-        answers = model(my_part(batch))
-    _in_place_after(api, model, {"backend": "aot_eager"})
-    for _ in range(2):
-        with torch.no_grad():
-            torch.testing.assert_close(model(my_part(batch)), answers)
-        mean_square(model(my_part(batch))).backward()
-        assert_gradients_are_parts_of(model, expected)
-        model.zero_grad()
+@pytest.mark.ours("trains with wrong gradients")
+@pytest.mark.parametrize("backend", ["eager", AOT])
+@on_ranks(1, 2, limit_s=LIMIT_S)
+def test_compiled_autograd_is_refused(api: Api, backend: str) -> None:
+    forget_compiled()
+    model = _shard(api)
+    with compiled_autograd._enable(torch.compile(backend=backend)):
+        loss = loss_of(model, batch_of(0, 6))
+        # Dynamo wraps it if it meets a freed parameter first.
+        with pytest.raises(Exception, match="compiled autograd") as caught:
+            loss.backward()
+    assert any(isinstance(e, StateError) for e in (caught.value, caught.value.__cause__))
+    loss_of(model, batch_of(0, 6)).backward()  # without it, it trains
+    model.zero_grad()
+
+
+def _shard(api: Api) -> torch.nn.Sequential:
+    model = make_model()
+    for module in (*(each for each in model if isinstance(each, Block)), model):
+        api.fully_shard(module)
+    return model

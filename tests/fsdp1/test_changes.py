@@ -9,8 +9,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._dynamo.utils import counters
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.func import functional_call
 
@@ -77,7 +75,7 @@ def test_writes_after_a_change_of_dtype_are_what_forward_uses(
     [False, pytest.param(True, marks=pytest.mark.long)],  # tracing anew takes 8 seconds
     ids=["flat", "orig"],
 )
-@on_ranks(2)
+@on_ranks(2, limit_s=120)  # the first of them imports the compiler
 def test_a_compiled_wrapper_computes_the_same(api: Api, use_orig_params: bool) -> None:
     torch._dynamo.reset()
     model = wrap(api, net(), use_orig_params=use_orig_params)
@@ -88,38 +86,6 @@ def test_a_compiled_wrapper_computes_the_same(api: Api, use_orig_params: bool) -
             train(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (model, compiled)
         ]
     assert losses[0] == losses[1]
-
-
-@on_ranks(2, limit_s=120)  # the first of them imports the compiler
-def test_wrapped_blocks_compile_as_full_graphs(api: Api) -> None:
-    torch._dynamo.reset()
-    counters.clear()
-    model = wrap(api, net(), use_orig_params=True)
-    other = wrap(api, net(), use_orig_params=True)
-    for block in other.blocks:
-        block.compile(backend="aot_eager", fullgraph=True)
-    with quiet():
-        losses = [
-            train(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (model, other)
-        ]
-    assert losses[0] == losses[1]
-
-
-@on_ranks(2, limit_s=120)
-def test_compiled_wrapper_compiles_what_the_user_wrote_and_nothing_else(api: Api) -> None:
-    torch._dynamo.reset()
-    counters.clear()
-    model = wrap(api, net(), use_orig_params=True)
-    graphs = CompileCounterWithBackend("aot_eager")
-    with quiet():
-        compiled = torch.compile(model, backend=graphs)
-        train(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1), steps=1)
-        num_frames = counters["frames"]["total"]
-        train(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1), steps=3)
-    if not api.is_torch:
-        assert not counters["graph_break"]
-        assert num_frames == graphs.frame_count + 1  # the model's forward, which calls the blocks
-    assert counters["frames"]["total"] == num_frames
 
 
 @orig_params

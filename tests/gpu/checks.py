@@ -16,12 +16,14 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 
 import fullshard
 from bench.overlap import overlap_of
 from fullshard.engine.runtime import Lane, Runtime
 from fullshard.models.llama import Llama
 from fullshard.models.sizes import SIZES, LlamaConfig
+from tests.compiled import PROGRAMS, compare
 from tests.gpu.place import (
     Place,
     clip,
@@ -232,6 +234,17 @@ def _state_dict(place: Place) -> str:
     expected = float(loss_of(model, place.tokens(9)))
     assert float(loss_of(other, place.tokens(9))) == expected
     return f"{len(buffer.getvalue()) / 1e6:.1f} MB"
+
+
+# Compiled by Inductor
+
+
+for _name in PROGRAMS:
+
+    @check(f"compile-{_name}")
+    def _compiled(place: Place, name: str = _name) -> str:
+        with exact(place):
+            return compare(fullshard, fsdp, name, backend="inductor", device=place.device)
 
 
 # Memory

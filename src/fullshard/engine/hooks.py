@@ -57,6 +57,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.engine.access import Registered, fake_form, is_running, refuse_while_used
+from fullshard.engine.guard.forbidden import refuse_compiled_backward
 from fullshard.engine.iteration import Iteration, Stage
 from fullshard.engine.module_state import HOOKS, ModuleState
 from fullshard.engine.nodes import (
@@ -425,6 +426,7 @@ class Hooks:
         if iteration.backward.end() is None:
             self.state.forget_stale_backward(iteration)
             refuse_while_whole(iteration.units)
+            refuse_compiled_backward()
             for unit in iteration.units:
                 if unit.phase >= UnitPhase.UNSHARDED:  # else it does when it is shown
                     unit.params.follow_trained()  # a forward that is computed again records what it would have

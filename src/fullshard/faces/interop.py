@@ -259,14 +259,13 @@ def mark_sharded(modules: Iterable[nn.Module], api: str) -> None:
         registry[api] = RegistryItem()
 
 
-def mark_managed(modules: Iterable[nn.Module], *, keeps_parameters: bool = True) -> None:
-    """Tell ``torch.compile`` not to guard on these modules' parameters, since they are replaced.
-
-    keeps_parameters: False if the modules' own parameters are hidden behind a flat one.
-    """
+def mark_managed(modules: Iterable[nn.Module]) -> None:
+    """Tell ``torch.compile`` not to guard on these modules' parameters, since they are replaced."""
     for module in modules:
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
-        module._fsdp_use_orig_params = keeps_parameters  # type: ignore[assignment]
+        # Also where a flat parameter stands in front of them: else dynamo compiles no frame that reaches the
+        # module. What modules show of a flat parameter is an attribute that compiled code reads in each call.
+        module._fsdp_use_orig_params = True  # type: ignore[assignment]
 
 
 # The package `spmd_types` checks types of what a program computes, on request. Nothing here imports it: who has

@@ -190,7 +190,7 @@ class FullyShardedDataParallel(StateDictMethods):
         self._state.ignored_names.update(covered.ignored)
         for inner in self.fsdp_modules(module):
             inner._outer = weakref.ref(self)
-        mark_managed(covered.modules, keeps_parameters=self._use_orig_params)
+        mark_managed(covered.modules)
         self._register_state_dict_hooks()
 
     def _make_unit(

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import StateError
-from fullshard.torch_private import WithoutSubclasses
+from fullshard.torch_private import WithoutSubclasses, is_compiled_backward
 
 _KEPT = "_fullshard_kept"  # on such a tensor: how the message begins, or who knows the name
 
@@ -138,7 +138,22 @@ def _check(
     raise _error(kept, name)
 
 
+def refuse_compiled_backward() -> None:
+    """Raise StateError if compiled autograd runs this backward.
+
+    It reads what a graph has saved before it calls the hooks that gather it, and never calls the function
+    that ends a backward.
+    """
+    if is_compiled_backward():
+        raise StateError(
+            "compiled autograd runs the backward of a sharded model: it reads parameters before they are "
+            "gathered, and gradients would be wrong. Leave it out (torch._dynamo.config.compiled_autograd); "
+            "torch.compile compiles the backward of modules without it."
+        )
+
+
 def _error(kept: torch.Tensor | None, name: str) -> StateError:
+    refuse_compiled_backward()  # whose tracing meets what is freed before the first hook
     what = "A parameter, or a view of one," if kept is None else getattr(kept, _KEPT)
     if callable(what):
         manager = what()
