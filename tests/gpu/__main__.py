@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.gpu import over_nccl  # noqa: F401  (adds its checks)
+from tests.gpu import graphs, over_nccl  # noqa: F401  (add their checks)
 from tests.gpu.checks import CHECKS
 from tests.gpu.place import Place, nccl_host
 

@@ -11,9 +11,9 @@ capture ends. A replay does all of it again, in order, at the addresses of the c
     join        a lane was given work that the capture's own stream does not follow in the end
     lost        memory from before the capture that a replay would use is there no more
 
-What was allocated inside belongs to the graph (its pool): nothing else is ever given that memory. What of it
-nobody refers to any more is filled with ones before each replay (NaN in every float dtype), so whoever reads
-there what only the last replay could have left is found by values.
+What was allocated inside belongs to the graph (its pool): nothing else is ever given that memory. All of it is filled with ones when the capture ends (NaN
+in every float dtype), and before each replay what nobody refers to any more: so whoever reads there what no replay
+has written, or only the last one, is found by values.
 """
 
 from __future__ import annotations
@@ -151,6 +151,8 @@ class Capture:
             if memory.is_there(block):
                 ctypes.memmove(block.start, contents, len(contents))
         self._before.clear()
+        for address, owner in self._pool.items():
+            ctypes.memset(address, 0xFF, owner.nbytes())  # nothing has written there yet
         torch.set_rng_state(self._random)
 
     def replay(self) -> None:

@@ -430,6 +430,7 @@ def test_captured_work_is_done_by_replays_alone(lab: Lab) -> None:
         doubled = tensor.add_(number) * 2
     assert lab.problems == []
     assert tensor.sum() == 0
+    assert doubled.isnan().all()
     number.fill_(9.0)  # it went with the launch
     for count in (1, 2, 3):
         graph.replay()
