@@ -62,6 +62,7 @@ SEEN = {
         "fullshard run --ranks 2 --trace runs/traced train.py": [r"rank 1: loss 0\.[2-8]\d\d"],
         "fullshard compare train.py": [r"same in every bit"],
         "carry_over.py": [r"^rank 0: same output: True$", r"^rank 1: same output: True$"],
+        "captured.py": [r"^rank 0: loss \d\.\d{3}$", r"^rank 1: loss \d\.\d{3}$"],
         "traced.py": [r"^rank 0 holds ", r"^sharded parameters ", r"^optimizer state "],
         "fullshard report runs/traced": [r"runs/traced/report\.html"],
     },

@@ -92,6 +92,7 @@ from fullshard.fsdp2.module import (
 )
 from fullshard.launching.launch import launch
 from fullshard.live.buffers import sync_buffers
+from fullshard.live.captured import CapturedStep, capture_step
 from fullshard.live.ema import EMA
 from fullshard.live.gathered import gathered
 from fullshard.live.streaming import iter_full_state, stream_weights
@@ -131,6 +132,7 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "CapturedStep",
     "Checkpoint",
     "CheckpointDifference",
     "CheckpointError",
@@ -205,6 +207,7 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "VerifiedCheckpoint",
     "always_wrap_policy",
     "async_save_checkpoint",
+    "capture_step",
     "clip_grad_norm_",
     "convert_checkpoint",
     "debug",

@@ -68,6 +68,9 @@ with _to("put a node into graphs without `torch.autograd.Function`'s dispatch to
 with _to("switch gradients off at a third of the cost of `torch.no_grad`"):
     set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
+with _to("walk through what a program's functions take and return"):
+    from torch.utils import _pytree as pytree
+
 # Transforms (``torch.func``), modes and subclasses
 
 with _to("tell whether code runs inside a `torch.func` transform"):

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.gpu import float8, over_nccl  # noqa: F401  (they add their checks)
+from tests.gpu import float8, graphs, over_nccl  # noqa: F401  (they add their checks)
 from tests.gpu.checks import CHECKS
 from tests.gpu.place import Place, nccl_host
 

@@ -105,10 +105,16 @@ class Collectives:
     ) -> Work | None:
         """Run one collective and record it; return what is to be waited for, if anything is."""
         recorder, lanes = self._recorder, self._recorder.lanes
-        with recorder.paused():
-            for target, source in zip(targets, sources, strict=True) if move else ():
-                move(target, source, group.size())
         is_on_device = recorder.place_of(targets[0]) is Place.DEVICE
+        pairs = [*zip(targets, sources, strict=True)] if move else []
+        capture = lanes.capture if is_on_device else None
+        if capture is not None:
+            capture.note_use(sources, targets)
+        with recorder.paused():
+            for target, source in pairs:
+                move(target, source, group.size())
+                if capture is not None:
+                    capture.add(move, (target, source, group.size()), {})
         kind = "sum in place" if move is None else move.__name__
         self.num_calls[kind] += 1
         # Those between passes, such as the norm of all gradients, are of the lane that asks for them, and

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from fullshard.engine.runtime import Lane, Runtime
+
+if TYPE_CHECKING:
+    from tests.streams.capturing import Capture
 
 Clock = dict[Hashable, int]
 
@@ -49,10 +52,14 @@ class Moment(NamedTuple):
 
 
 class Event:
-    """An event of a virtual lane. ``clock``: what it covers; None until it is recorded."""
+    """An event of a virtual lane.
+
+    clock: what it covers; None until it is recorded. capture: the one that it was recorded in, if any.
+    """
 
     def __init__(self) -> None:
         self.clock: Clock | None = None
+        self.capture: Capture | None = None
 
     def synchronize(self) -> None:
         """Refuse what the engine must leave to `Runtime.finish`."""
@@ -65,17 +72,23 @@ class Lanes:
     current: the lane that operations run on, as a current stream.
     report: called with what is wrong.
     num_host_waits: how often the host has waited for an event.
+    capture: the one that is under way, if any.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self.current: Hashable = Lane.COMPUTE
         self.report = report
         self.num_host_waits = 0
+        self.capture: Capture | None = None
         self._clocks: dict[Hashable, Clock] = {}
 
     def clock(self, lane: Hashable) -> Clock:
         """Return what is over before a lane's next operation begins."""
         return self._clocks.setdefault(lane, {})
+
+    def capture_of(self, lane: Hashable) -> Capture | None:
+        """Return the capture that a lane is part of."""
+        return self.capture if self.capture and lane in self.capture.lanes else None
 
     def run(self, lane: Hashable | None = None) -> Moment:
         """Start one operation: on the current lane unless another is named."""
@@ -99,6 +112,7 @@ class Lanes:
         """Record an event on the current lane, a new one unless it is given."""
         event = event or Event()
         event.clock = {**self.clock(HOST)}
+        event.capture = self.capture_of(self.current)
         _join(event.clock, self.clock(self.current))
         return event
 
@@ -117,21 +131,40 @@ class Lanes:
 
     def follow(self, lane: Hashable, other: Hashable) -> None:
         """Let one lane wait for all that another was given."""
+        if (capture := self.capture_of(other)) is not None:
+            capture.lanes.add(lane)
         _join(self.clock(lane), self.clock(other))
+
+    def finish_all(self) -> None:
+        """Let the host wait for everything that the device was given, and so all that comes later."""
+        for lane in list(self._clocks):
+            _join(self.clock(HOST), self.clock(lane))
+        for clock in self._clocks.values():
+            _join(clock, self.clock(HOST))
 
     def _wait(self, lane: Hashable, event: Event) -> None:
         if event.clock is None:
             # A stream does not wait for such an event: the program goes on as if it had.
             self.report(f"{lane} waits for an event that was not recorded yet")
             return
+        if lane == HOST:
+            if self.capture is not None:
+                self.capture.refuse_wait("an event")
+        elif event.capture is not None and event.capture is self.capture:
+            event.capture.lanes.add(lane)
+        elif event.capture is not None:
+            self.report(f"capture: {lane} waits for an event of a capture that is over")
+        elif self.capture_of(lane) is not None:
+            self.report(f"capture: {lane} waits for an event from outside of the capture")
         _join(self.clock(lane), event.clock)
 
 
 class Stream:
     """A stream of the user's own; entered, it is the current lane."""
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, lanes: Lanes, name: str = "the user's stream") -> None:
         self._lanes = lanes
+        self._name = name
         self._entered = contextlib.ExitStack()
 
     def __enter__(self) -> Stream:
@@ -142,7 +175,7 @@ class Stream:
         self._entered.close()
 
     def __repr__(self) -> str:
-        return "the user's stream"
+        return self._name
 
 
 class VirtualRuntime(Runtime):
@@ -152,10 +185,16 @@ class VirtualRuntime(Runtime):
     """
 
     def __init__(
-        self, device: torch.device, lanes: Lanes, allocated: Callable[[], int | None]
+        self,
+        device: torch.device,
+        lanes: Lanes,
+        *,
+        make_graph: Callable[[], Any],
+        allocated: Callable[[], int | None],
     ) -> None:
         super().__init__(device)
         self.lanes = lanes
+        self.make_graph = make_graph  # type: ignore[method-assign]
         self._allocated = allocated
 
     @property

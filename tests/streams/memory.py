@@ -21,12 +21,16 @@ import enum
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fullshard.torch_private import swap_memory
 from tests.streams.lanes import HOST, GroupLane, Lanes, Moment
+
+if TYPE_CHECKING:
+    from tests.streams.capturing import Capture
 
 # A tensor of more pieces than this counts with all between its first and its last byte.
 _MAX_PIECES = 512
@@ -64,6 +68,7 @@ class Block:
         self.place = place
         self.accesses: list[Access] = []
         self.born = 0  # operations of its home until it was allocated
+        self.graphs: dict[Capture, None] = {}  # that use it, and did not allocate it
 
 
 class Memory:
@@ -77,7 +82,10 @@ class Memory:
         self._report = report
         self._blocks: dict[int, Block] = {}  # by address
         self._starts: list[int] = []  # the addresses, ascending
-        self._freed: dict[Hashable, list[Block]] = {}  # by home, until it allocates again
+        # By home, until it allocates again; the memory of a graph is given to nobody else.
+        self._freed: dict[Hashable, list[Block]] = {}
+        # By address, memory that was allocated in captures, and is kept by them.
+        self._pools: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictionary()
         # By the address of the storage object, which stays the same when it is resized.
         self._of_storage: dict[int, tuple[weakref.ref[torch.UntypedStorage], Place, int]] = {}
 
@@ -112,6 +120,19 @@ class Memory:
         """Whether a storage, or the one that it is a part of, was allocated while this looked."""
         return storage._cdata in self._of_storage or self._find(storage.data_ptr()) is not None
 
+    def blocks_of(self, tensors: Sequence[Tensor]) -> list[Block]:
+        """Return the blocks that tensors' elements are in."""
+        found = (self._find(tensor.data_ptr()) for tensor in tensors if tensor.numel())
+        return [block for block in found if block is not None]
+
+    def is_there(self, block: Block) -> bool:
+        """Whether a block was not freed."""
+        return self._blocks.get(block.start) is block
+
+    def is_allocated(self, address: int) -> bool:
+        """Whether a block begins there."""
+        return address in self._blocks
+
     # Life of memory
 
     def allocate(self, storage: torch.UntypedStorage, place: Place, what: str) -> None:
@@ -122,7 +143,12 @@ class Memory:
             return
         home = self._lanes.current if place is Place.DEVICE else HOST
         if place is Place.DEVICE:
-            self._check_reuse(home, what)
+            if self._lanes.capture is None:
+                self._check_reuse(home, what)
+            else:
+                self._lanes.capture.check_lane(home, f"an allocation ({what})")
+                self._lanes.capture.keep(storage)
+                self._pools[start] = self._lanes.capture
         if start not in self._blocks:
             bisect.insort(self._starts, start)
         block = self._blocks[start] = Block(storage, home, place)
@@ -131,8 +157,10 @@ class Memory:
 
     def resize(self, storage: torch.UntypedStorage, resize: Callable[[], object]) -> None:
         """Resize a storage: what it had is freed, and what it gets is of the current lane."""
-        place = self.place_of(storage)
-        self.free(storage.data_ptr())
+        place, start = self.place_of(storage), storage.data_ptr()
+        self.free(start)
+        if start in self._pools:  # stays where it is, with the graph
+            swap_memory(torch.UntypedStorage(0), storage)
         resize()
         self.allocate(storage, place, "resize_")
 
@@ -148,10 +176,12 @@ class Memory:
         if block is None:
             return
         del self._starts[bisect.bisect_left(self._starts, start)]
+        for graph in block.graphs:
+            graph.note_freed(block)
         for access in block.accesses:
             if isinstance(access.lane, GroupLane) and not self._is_over(access, block.home):
                 self._report(f"keep: {name_of(block.home)} is given memory back while {access}")
-        if block.place is Place.DEVICE and block.accesses:
+        if block.place is Place.DEVICE and block.accesses and start not in self._pools:
             self._freed.setdefault(block.home, []).append(block)
 
     def _know(self, storage: torch.UntypedStorage, place: Place, start: int) -> None:
@@ -185,28 +215,32 @@ class Memory:
     def use(self, tensor: Tensor, moment: Moment, *, writes: bool, what: str) -> None:
         """Take note of one operation on a tensor's memory, and report what it races with."""
         for start, stop in pieces(tensor):
-            block = self._find(start)
-            if block is None:
+            self.use_range(start, stop, moment, writes=writes, what=what)
+
+    def use_range(self, start: int, stop: int, moment: Moment, *, writes: bool, what: str) -> None:
+        """Take note of one operation on a range of addresses, and report what it races with."""
+        block = self._find(start)
+        if block is None:
+            return
+        access = Access(start, stop, moment.lane, moment.number, writes, what)
+        if moment.lane != block.home and not moment.follows(block.home, block.born):
+            self._report(
+                f"born: {access} in memory that {name_of(block.home)} may still use as what it was before"
+            )
+        kept = []
+        for old in block.accesses:
+            if old.stop <= start or stop <= old.start:
+                kept.append(old)
                 continue
-            access = Access(start, stop, moment.lane, moment.number, writes, what)
-            if moment.lane != block.home and not moment.follows(block.home, block.born):
-                self._report(
-                    f"born: {access} in memory that {name_of(block.home)} may still use as what it was before"
-                )
-            kept = []
-            for old in block.accesses:
-                if old.stop <= start or stop <= old.start:
-                    kept.append(old)
-                    continue
-                is_over = old.lane == moment.lane or moment.follows(old.lane, old.number)
-                if not is_over and (writes or old.writes):
-                    self._report(f"race: {access} while {old}")
-                # What follows this one follows the other as well, and would race with it no less.
-                is_within = start <= old.start and old.stop <= stop
-                if not (is_over and is_within and (writes or not old.writes)):
-                    kept.append(old)
-            kept.append(access)
-            block.accesses = kept
+            is_over = old.lane == moment.lane or moment.follows(old.lane, old.number)
+            if not is_over and (writes or old.writes):
+                self._report(f"race: {access} while {old}")
+            # What follows this one follows the other as well, and would race with it no less.
+            is_within = start <= old.start and old.stop <= stop
+            if not (is_over and is_within and (writes or not old.writes)):
+                kept.append(old)
+        kept.append(access)
+        block.accesses = kept
 
 
 def pieces(tensor: Tensor) -> Iterator[tuple[int, int]]:

@@ -42,7 +42,7 @@ _TRANSPARENT = (
     str(Path(torch.__file__).parent),
     *(
         str(Path(__file__).parent / name)
-        for name in ("collectives.py", "lab.py", "lanes.py", "recording.py")
+        for name in ("capturing.py", "collectives.py", "lab.py", "lanes.py", "recording.py")
     ),
     contextlib.__file__,
     "<",
@@ -161,6 +161,8 @@ class Recorder:
 
     def stall(self, what: str) -> None:
         """Take note that the host waits for the device. Only the engine's waits are reported."""
+        if self.lanes.capture is not None:
+            self.lanes.capture.refuse_wait(what)
         self.lanes.stall()
         frame = engine_frame() if self.refuses_stalls else None
         if frame is not None and frame.f_code.co_name not in NAMED_STALLS:
@@ -175,6 +177,8 @@ class Recorder:
             if numbers and what != "copy_":
                 self.note(numbers, [], what)
                 reads = [each for each in reads if not any(each is number for number in numbers)]
+        if is_on_device and self.lanes.capture is not None:
+            self.lanes.capture.check_lane(self.lanes.current, what)
         moment = self.lanes.run(None if is_on_device else HOST)
         self.num_operations[moment.lane] = self.num_operations.get(moment.lane, 0) + 1
         site = engine_site()
@@ -286,14 +290,25 @@ class _Operations(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             if self._recorder.is_paused:
                 return function(*args, **kwargs)
+            operands = _operands(function, args, kwargs)
+            capture = self._recorder.lanes.capture
+            if capture is not None:
+                capture.note_use(*operands)
             result = function(*args, **kwargs)
-            self._record(function, args, kwargs, result)
+            self._record(function, args, kwargs, operands, result)
             return result
 
-    def _record(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _record(
+        self,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        operands: tuple[list[Tensor], list[Tensor]],
+        result: Any,
+    ) -> None:
         recorder = self._recorder
         what = function._schema.name.removeprefix("aten::")
-        reads, writes = _operands(function, args, kwargs)
+        reads, writes = operands
         inputs = [*reads, *writes]
         old = {tensor.untyped_storage()._cdata for tensor in inputs}
         results = [each for each in pytree.tree_leaves(result) if isinstance(each, Tensor)]
@@ -304,7 +319,9 @@ class _Operations(TorchDispatchMode):
             return  # a view
         if not inputs and not fresh:
             return
-        recorder.note(reads, [*writes, *fresh], what)
+        moment = recorder.note(reads, [*writes, *fresh], what)
+        if recorder.lanes.capture is not None and moment.lane != HOST:
+            recorder.lanes.capture.add(function, args, kwargs, results, fresh)
         if function is _aten.copy_.default:
             self._wait_for_copy(reads[0], writes[0], args, kwargs)
         if _needs_result(function, reads) and recorder.place_of(reads[0]) is Place.DEVICE:

@@ -14,6 +14,7 @@ from torch import Tensor
 import fullshard
 from fullshard.comm.calls import all_gather
 from fullshard.engine.runtime import Lane
+from tests.streams.capturing import HostWaitError
 from tests.streams.lab import Lab, fake_world
 from tests.streams.lanes import HOST, Event, Lanes
 from tests.streams.memory import pieces
@@ -439,6 +440,160 @@ def test_collective_without_work_runs_on_the_lane_that_calls_it(async_lab: Lab) 
         async_lab.lanes.wait(event)
         target.sum()
     assert kinds(async_lab) == ["race"]
+
+
+# Captures
+
+
+def test_captured_work_is_done_by_replays_alone(lab: Lab) -> None:
+    tensor, number = new(), torch.tensor(2.0)
+    with lab.capturing() as graph:
+        doubled = tensor.add_(number) * 2
+    assert lab.problems == []
+    assert tensor.sum() == 0
+    assert doubled.isnan().all()
+    number.fill_(9.0)  # it went with the launch
+    for count in (1, 2, 3):
+        graph.replay()
+        assert tensor.sum() == 16 * count
+        assert doubled.sum() == 32 * count
+    assert lab.problems == []
+
+
+def test_replays_draw_new_random_numbers(lab: Lab) -> None:
+    tensor = new()
+    with lab.capturing() as graph:
+        torch.nn.functional.dropout(tensor.fill_(1.0), inplace=True)
+    torch.manual_seed(3)
+    seen = []
+    for _ in range(4):
+        graph.replay()
+        seen.append(tensor.tolist())
+    assert len(set(map(tuple, seen))) > 1
+    torch.manual_seed(3)
+    assert seen[0] == torch.nn.functional.dropout(torch.ones(8)).tolist()
+
+
+def test_memory_of_a_graph_holds_nothing_from_one_replay_to_the_next(lab: Lab) -> None:
+    out = new()
+    with lab.capturing() as graph:
+        left = torch.empty(8, device=DEVICE)
+        out.copy_(left)  # what the last replay has left
+        left.fill_(1.0)
+        kept = torch.ones(8, device=DEVICE)
+        del left
+    for _ in range(2):
+        graph.replay()
+        assert out.isnan().all()
+        assert kept.sum() == 8
+    assert lab.problems == []
+
+
+def test_storage_of_a_graph_that_is_resized_leaves_its_memory_there(lab: Lab) -> None:
+    out, tensor = new(), new()
+    with lab.capturing() as graph:
+        storage = (tensor + 1).untyped_storage()
+        out.copy_(torch.empty(0, device=DEVICE).set_(storage, 0, (8,)))
+        storage.resize_(0)
+        storage.resize_(32)
+    graph.replay()
+    assert out.sum() == 8
+    assert lab.problems == []
+
+
+def test_lanes_that_follow_a_capture_are_part_of_it_and_have_to_be_joined(lab: Lab) -> None:
+    tensor = new()
+
+    def on_the_side() -> Event:
+        event = lab.lanes.record()
+        with lab.lanes.on(SIDE):
+            lab.lanes.wait(event)
+            tensor.add_(1)
+            return lab.lanes.record()
+
+    with lab.capturing() as graph:
+        lab.lanes.wait(on_the_side())
+    graph.replay()
+    assert tensor.sum() == 8
+    assert lab.problems == []
+    with lab.capturing():
+        on_the_side()
+    assert kinds(lab) == ["capture"]
+    assert "REDUCE was forked, and is not joined" in lab.problems[0]
+
+
+@pytest.mark.parametrize("allocates", [True, False])
+def test_work_on_a_lane_outside_of_a_capture_is_an_error(lab: Lab, allocates: bool) -> None:
+    tensor = new()
+    with lab.capturing(), lab.lanes.on(SIDE):
+        new() if allocates else tensor.add_(1)
+    assert set(kinds(lab)) == {"capture"}
+    assert "on REDUCE, which is not part of the capture" in lab.problems[0]
+
+
+def test_events_do_not_pass_the_borders_of_a_capture(lab: Lab) -> None:
+    before = lab.lanes.record()
+    with lab.capturing():
+        within = lab.lanes.record()
+        lab.lanes.wait(within)
+        assert lab.problems == []
+        lab.lanes.wait(before)
+    assert "from outside of the capture" in lab.problems[0]
+    lab.lanes.wait(within)
+    assert "of a capture that is over" in lab.problems[1]
+    assert len(lab.problems) == 2
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda lab, tensor: tensor.sum().item(),
+        lambda lab, tensor: lab.lanes.finish(lab.lanes.record()),
+        lambda lab, tensor: tensor.copy_(torch.ones(8)),
+    ],
+    ids=["value", "event", "copy"],
+)
+def test_wait_of_the_host_ends_a_capture_wherever_it_is(
+    lab: Lab, wait: Callable[[Lab, Tensor], object]
+) -> None:
+    tensor = new()
+    with pytest.raises(HostWaitError), lab.capturing():
+        wait(lab, tensor)
+    assert kinds(lab) == ["capture"]
+    assert tensor.sum() == 0
+
+
+@pytest.mark.parametrize("is_within", [True, False])
+def test_memory_from_before_a_capture_has_to_stay_as_long_as_the_graph(
+    lab: Lab, is_within: bool
+) -> None:
+    kept, dropped = new(), [new()]
+    with lab.capturing() as graph:
+        kept.add_(dropped[0])
+        if is_within:
+            dropped.clear()
+    if not is_within:
+        graph.replay()
+        assert lab.problems == []
+        dropped.clear()
+    graph.replay()
+    assert "lost is memory that a replay uses" in lab.problems[0]
+
+
+def test_replay_races_as_the_operations_in_it(lab: Lab) -> None:
+    read, written = new(), new()
+    with lab.capturing() as graph:
+        written.add_(read)
+    event = lab.lanes.record()
+    with lab.lanes.on(SIDE):
+        lab.lanes.wait(event)
+        read.sum()
+        graph.replay()
+    assert lab.problems == []
+    read.sum()
+    assert lab.problems == []
+    written.sum()
+    assert kinds(lab) == ["race"]
 
 
 # Clocks

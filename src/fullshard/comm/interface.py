@@ -118,6 +118,7 @@ class Comm(abc.ABC):
     joins_dtypes: whether gradients of several dtypes travel at once, in the widest of them.
     tells_presence: whether ranks tell each other which parameters have a gradient.
     wants_means: whether the reduce-scatter forms means wherever PyTorch's engine asks for them.
+    needs_host: whether the host takes part in moving bytes, so that no CUDA graph can hold it.
     record: the flight record of the group; None if nobody compares what its ranks do.
     """
 
@@ -129,6 +130,7 @@ class Comm(abc.ABC):
     joins_dtypes = False
     tells_presence = True
     wants_means = False
+    needs_host = True
     record: FlightRecord | None = None
 
     def allocate_shards(

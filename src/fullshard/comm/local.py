@@ -19,6 +19,7 @@ class LocalComm(Comm):
     rank = 0
     size = 1
     overlaps = False
+    needs_host = False
 
     def allocate_shards(
         self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool

@@ -113,6 +113,7 @@ class ProcessGroupComm(Comm):
         if self.backend == "gloo":
             let_go_at_exit()
         self.is_nccl = device.type == "cuda" and self.backend == "nccl"
+        self.needs_host = not self.is_nccl
         known = isinstance(group, dist.ProcessGroup)  # False for a user's stand-in
         self.sums_natively = known and self.backend != "gloo"
         # Whether ranks ask each other for flags that the host reads. With NCCL the host would have

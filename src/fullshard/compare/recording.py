@@ -35,6 +35,8 @@ class Recording(PassWatcher):
     folder: see `record`. All ranks make it at the same moment. It takes the place of one that still runs.
     """
 
+    reads_values = "fullshard.debug(replay=...)"
+
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         for other in [each for each in watchers if isinstance(each, Recording)]:
             other.end("another recording")

@@ -185,6 +185,7 @@ class Hooks:
         is_first = state.training_state is not TrainingState.FORWARD
         begins = is_first and iteration.stage is Stage.IDLE
         if begins:
+            iteration.look_for_capture()
             iteration.finalization.check_ended("forward")
             for watcher in tuple(watchers):
                 watcher.forward_begins(state, module, args, kwargs)

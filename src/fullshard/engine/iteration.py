@@ -34,7 +34,7 @@ from fullshard.comm.interface import Comm
 from fullshard.comm.shared_memory import UnavailableError
 from fullshard.engine.adoption import adopt, fall_back, follow_moves, keep_strays
 from fullshard.engine.checks.gradients import UnusedWatch
-from fullshard.engine.checks.path import Path
+from fullshard.engine.checks.path import Path, StepChecks
 from fullshard.engine.checks.writes import StayedUnits, WriteWatch, is_whole
 from fullshard.engine.finalization import Finalization
 from fullshard.engine.gradients.queue import ReductionQueue
@@ -43,7 +43,8 @@ from fullshard.engine.observer import Observer, ProfilerLabels, watchers
 from fullshard.engine.params.managed import Backward
 from fullshard.engine.params.shown import own_gradient
 from fullshard.engine.runtime import outside_transforms
-from fullshard.engine.unit import Unit, UnitPhase, are_sharded, comms_of
+from fullshard.engine.unit import Unit, UnitPhase, are_sharded, comms_of, have_unreduced
+from fullshard.errors import StateError, UnsupportedError
 from fullshard.peers.paths import StepPhase
 from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind
@@ -63,6 +64,12 @@ _is_joined, _reduces_unused = (
     operator.attrgetter("reduces_unused"),
 )
 _may_be_skipped = operator.attrgetter("config.may_be_skipped")
+
+
+NOT_WARM = (
+    "it has not run yet. Its first steps make memory and compare ranks, which no CUDA graph can hold: run three "
+    "steps on a side stream before the capture, or let fullshard.capture_step do it."
+)
 
 
 class Stage(enum.IntEnum):
@@ -124,6 +131,7 @@ class Iteration:
         self._is_fenced = True
         # With streams: what compute had been given when the pass began.
         self._begun: torch.Event | None = None
+        self._was_captured = False  # the last backward
         self._prefetch_after: dict[int, Unit] = {}  # gather it after backward of a unit, by id
         self._stayed = StayedUnits()
         self.observer: Observer | None = None
@@ -287,13 +295,69 @@ class Iteration:
         # Where all stayed whole, this rank may be evaluating alone: nobody would come to a fence.
         self._gathers = not all(is_whole(unit) for unit in self.units)
         if self._gathers:
-            self._watch.begin_pass(is_training=is_training)
-        if self._gathers:
+            if not self._is_captured:
+                self._watch.begin_pass(is_training=is_training)
             self.fence(
                 "barrier before forward"
             )  # until here peers may have written to their shards
             self._is_fenced = True
         self._begun = self.units[0].runtime.record() if self.units else None
+
+    @property
+    def _is_captured(self) -> bool:
+        return self._has_streams and self.units[0].runtime.is_capturing
+
+    def look_for_capture(self) -> None:
+        """Look whether the forward that is about to begin is captured, and prepare for that: see `runtime`, Note: Captures.
+
+        Raises StateError or UnsupportedError, before anything is changed, if it cannot be.
+        """
+        if not (self._has_streams and self.units[0].runtime.look()):
+            return
+        if not self.has_run:
+            raise StateError(f"{self.units[0].label}: {NOT_WARM}")
+        if self._watch.has_unread:
+            raise StateError(
+                f"{self.units[0].label}: the pass before this capture was one of those that the engine watches, "
+                "and the host has yet to read what was found. Run one more step before the capture."
+            )
+        if why := next(filter(None, map(_why_not_captured, self.units)), ""):
+            raise UnsupportedError(why)
+        on_host = [each.reads_values for each in watchers]
+        for check in (*on_host, "fullshard.debug(steps=True)" if StepChecks.are_on else ""):
+            if check:
+                raise UnsupportedError(
+                    f"{check} lets the host wait, which no CUDA graph can hold. Switch it off while a step is captured."
+                )
+        if have_unreduced(self.units) and not self._was_captured:
+            raise StateError(
+                f"{self.units[0].label}: gradients of backwards before this capture wait for their reduction, and "
+                "replays would add the same ones again. Capture all micro-batches of a step."
+            )
+        for unit in self.units:
+            if unit.phase is UnitPhase.GATHERING and not unit.in_capture:
+                raise StateError(
+                    f"{unit.label}: it is being gathered by an unshard() from before this capture. Call reshard() "
+                    "before the capture, or unshard() within."
+                )
+        for unit in self.units:
+            unit.was_captured = True
+            if not unit.in_capture:
+                unit.reshard()
+        self._stayed.forget()
+        self.units[0].runtime.look()  # once more, for the memory that was given back just now
+
+    def watch_next_pass(self) -> None:
+        """Compare all that a watched pass compares in the next pass, which must not be captured."""
+        self._watch.watch_next()
+
+    def conclude_checks(self) -> None:
+        """Let the host read what the last pass has compared, if it was watched. Collective."""
+        self._watch.conclude()
+
+    def agree_on(self, what: str) -> None:
+        """Enter in the flight records what all ranks do now; ranks that differ get a DivergenceError."""
+        self._path.agree_on(what)
 
     def begin_units(
         self,
@@ -411,7 +475,9 @@ class Iteration:
             for unit in self.units:
                 # Where a rank may skip it, others would find it sharded in the next pass.
                 stays = (
-                    unit.config.reshard_after_forward is False and not unit.config.may_be_skipped
+                    unit.config.reshard_after_forward is False
+                    and not unit.config.may_be_skipped
+                    and not unit.was_captured
                 )
                 stays |= unit.is_held or unit.awaits_backward
                 if not stays and unit.phase is not UnitPhase.GATHERING:
@@ -444,6 +510,14 @@ class Iteration:
             return
         for watcher in tuple(watchers):
             watcher.backward_begins(self)
+        if self._has_streams:
+            runtime = self.units[0].runtime
+            if runtime.is_capturing != runtime.look():
+                raise StateError(
+                    f"{self.units[0].label}: of its forward and this backward, one is captured by a CUDA graph, and one "
+                    "is not. Capture both together."
+                )
+            self._was_captured = runtime.is_capturing
         self.finalization.check_ended("backward")
         self.finalization.begin_backward()
         self.backward.end = weakref.ref(end)
@@ -663,6 +737,8 @@ class Iteration:
         """
         if self.observer is not None:
             self.observer.forget()
+        if self._has_streams:
+            self.units[0].runtime.look()
         # Before the units: collectives under way still read and write memory that they free.
         self.reductions.discard()
         for comm in self._comms:
@@ -682,10 +758,27 @@ class Iteration:
 
 def _free(unit: Unit) -> None:
     """Free a unit after its backward, or show its gradients on parameters that stay unsharded."""
-    if unit.config.reshard_after_backward or unit.config.may_be_skipped:
+    if unit.config.reshard_after_backward or unit.config.may_be_skipped or unit.was_captured:
         unit.reshard()
     else:
         unit.hide_unsharded()
+
+
+def _why_not_captured(unit: Unit) -> str:
+    """Say why no CUDA graph can hold a unit's work; "" if one can."""
+    if unit.config.offload_to_cpu:
+        return (
+            f"{unit.label}: CPU offload cannot be captured by a CUDA graph: the host waits for gradients, and steps "
+            "the optimizer. Leave offload_policy (cpu_offload) out, or run the step without a graph."
+        )
+    for comm in (unit.comm, unit.replicate_comm):
+        if comm.needs_host:
+            return (
+                f"{unit.label}: it communicates by {comm.name}, in which the host takes part, so no CUDA graph can "
+                "hold it. Use NCCL (set_default_comm('process_group') before sharding, and a group of backend "
+                "'nccl'), or run the step without a graph."
+            )
+    return ""
 
 
 def _is_running(frame: types.FrameType) -> bool:

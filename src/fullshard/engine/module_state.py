@@ -15,7 +15,7 @@ from fullshard.engine.adoption import adopt, follow_changes, move_parameters
 from fullshard.engine.checks.advice import When, advise
 from fullshard.engine.checks.gradients import watch_direct_gradients
 from fullshard.engine.checks.model import Model, is_stray, registrations
-from fullshard.engine.iteration import Iteration, Stage
+from fullshard.engine.iteration import NOT_WARM, Iteration, Stage
 from fullshard.engine.nodes import Mark
 from fullshard.engine.observer import on_root
 from fullshard.engine.params.managed import ManagedParameter
@@ -174,6 +174,8 @@ class ModuleState:
                 "and run first. Apply fully_shard to the module that contains them."
             )
         (root,) = self.modules
+        if self.all_units[0].runtime.look():
+            raise StateError(f"{type(root).__name__}: {NOT_WARM}")
         named = named_states(root)
         for name, state in named.items():
             # A wrapper that was below another one may be wrapped again elsewhere. A module that

@@ -82,7 +82,10 @@ class PassWatcher:
     """Is told of passes; a subclass overrides what it wants to know.
 
     state: the `ModuleState` of the root. iteration: its `Iteration`. unit: a `Unit`.
+    reads_values: what it is called in messages if the host reads values in it, and so waits for a device.
     """
+
+    reads_values = ""
 
     def forward_begins(self, state: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Take the inputs of a root, before anything of its forward has been done."""

@@ -29,6 +29,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from fullshard.comm.packing import Scratch
+from fullshard.errors import UnsupportedError
 from fullshard.process_hooks import raise_heap_threshold, skip_frames
 from fullshard.torch_private import (
     WithoutTransforms,
@@ -61,12 +62,14 @@ class Runtime:
 
     has_streams: whether the device works asynchronously to the host. If so, one lane waits for an
         event of another; if not, the host waits for a collective when its result is needed.
+    is_capturing: whether the pass that runs is captured by a CUDA graph: see `look`.
     rotation: the memory that gathers use in turn; None without streams, or where torch cannot swap it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.has_streams = device.type != "cpu"
+        self.is_capturing = False
         self._streams: dict[Lane, torch.Stream] = {}
         self.rotation: Rotation | None = None
         if self.has_streams and swap_memory is not None:
@@ -138,11 +141,99 @@ class Runtime:
         if event is not None:
             event.synchronize()
 
+    # CUDA graphs
+
+    def look(self) -> bool:
+        """Ask whether the current stream is being captured: at the beginning of each pass, and for `unshard`.
+
+        [Note: Captures] What a capture records is done by its replays alone, each time anew. So no event and no
+        memory of the engine's passes its borders: units that are whole are gathered anew (`Iteration`),
+        nothing waits for what was recorded outside, gradient memory of one side is not used on the other, and checks for
+        which the host would wait are left to passes that are not captured. A replay writes to shards unseen: once
+        a model was captured, nothing that was gathered outlasts a pass.
+        """
+        if self.has_streams:
+            before, self.is_capturing = self.is_capturing, self._is_stream_captured()
+            if self.rotation is not None and (before or self.is_capturing):
+                self.rotation.clear()  # with its events
+        return self.is_capturing
+
+    def refuse_capture(self, why: str) -> None:
+        """Raise UnsupportedError if the current stream is being captured. why: what cannot be captured."""
+        if self._is_stream_captured():
+            raise UnsupportedError(
+                f"Inside a CUDA graph capture: {why}, which no graph can hold. {_WITHOUT_CAPTURE}"
+            )
+
+    def _is_stream_captured(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def make_graph(self) -> "Graph":
+        """Return a graph to capture work of this device with. Raises UnsupportedError unless it is CUDA's."""
+        if self.device.type != "cuda":
+            raise UnsupportedError(
+                f"capture_step needs parameters on a CUDA device, and they are on {self.device}: only there can a "
+                "step be captured. Call the step itself elsewhere; its results are the same."
+            )
+        return Graph(self.device)
+
     def _stream(self, lane: Lane) -> torch.Stream:
         if lane not in self._streams:
             # High priority: a collective that is ready goes before compute's queued kernels.
             self._streams[lane] = torch.Stream(self.device, priority=-1)
         return self._streams[lane]
+
+
+_WITHOUT_CAPTURE = "Capture a step without it, or run the step without a graph."
+
+
+class Graph:
+    """Captured work of a CUDA device, and the stream on which it is prepared and captured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Make the graph's stream the current one, without capturing: it goes on where the current one is.
+
+        Nodes of autograd keep the stream that they were made on, so what is to be captured first runs there.
+        """
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Capture what is done within the body, in place of what was captured before."""
+        graph, failure = torch.cuda.CUDAGraph(), None
+        # Of this thread alone: others, which load data or watch NCCL, go on.
+        capture = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
+        # Where ending a capture raises, torch does not return to the stream that was current.
+        with torch.cuda.stream(torch.cuda.current_stream(self._device)):
+            try:
+                with capture:
+                    try:
+                        yield
+                    except BaseException as error:
+                        failure = error
+            except RuntimeError:
+                if failure is None:
+                    raise
+        if failure is not None:
+            raise failure  # what ends a broken capture says nothing of the cause
+        self._graph = graph
+
+    def replay(self) -> None:
+        """Do on the current stream what was captured."""
+        assert self._graph is not None
+        self._graph.replay()
 
 
 class _Following:

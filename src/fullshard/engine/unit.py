@@ -108,6 +108,7 @@ class Unit:
     is_unwritten: a watched pass has shown that it does not.
     is_left_alone: nobody writes to the shards in this pass: see `begin_pass`.
     state_place: the bytes of its optimizer state, and where they are kept; None if nobody has said it.
+    in_capture: the last gather was captured. was_captured: some pass was. See `runtime`, Note: Captures.
     """
 
     def __init__(self, params: UnitParams, config: UnitConfig, comms: UnitComms) -> None:
@@ -135,6 +136,7 @@ class Unit:
         self.state_place: tuple[int, str] | None = None
         self.is_ordered = False
         self.is_written = self.is_unwritten = self.is_left_alone = False
+        self.in_capture = self.was_captured = False
         self.observer: Observer | None = None
         self.watch = self.params.watch
         self._awaits_step = False  # unsharded while gradients wait for an optimizer
@@ -274,6 +276,7 @@ class Unit:
             observer.begin(Kind.ALL_GATHER, self)
         if after is not None and not self._may_be_behind:
             after = None
+        self.in_capture = self.runtime.is_capturing
         works = buffers.start_unshard(label, self.is_ordered, after)
         if extended is not None:
             # The lane first waits for compute: the optimizer has written the shards there, and it
@@ -532,6 +535,8 @@ class Unit:
         keeps_gradients: whether sums of earlier backwards that wait for a reduction are kept.
         """
         if self.phase is UnitPhase.GATHERING:
+            if self.in_capture and not self.runtime.is_capturing:
+                self._gathered = None  # of a capture that failed: nothing was gathered
             self._finish_gather()
             self._to(UnitPhase.UNSHARDED)
         self.reshard()

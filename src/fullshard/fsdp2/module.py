@@ -465,6 +465,7 @@ def unshard(units: Sequence[Unit], *, async_op: bool) -> UnshardHandle | None:
         unit.read_privately()
         unit.comm.fence(f"{unit.path}: unshard")
     for unit in units:
+        unit.runtime.look()
         unit.is_held = True
         unit.unshard()
         unit.comm.fence(f"{unit.path}: unshard")

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fullshard.comm.outside_steps import run_collective
 from fullshard.engine.params.flat import FlatHolder
 from fullshard.engine.params.managed import manager_of, owner_of
+from fullshard.engine.runtime import Runtime
 from fullshard.errors import StateError
 from fullshard.torch_private import DTensorSpec, StridedShard
 
@@ -75,6 +76,8 @@ def clip_grad_norm_(
     else:
         counted = [part.counted for part in by_groups[()] if part.counted is not None]
         norm = nn.utils.get_total_norm(counted, norm_type)
+    if error_if_nonfinite:
+        Runtime.of(norm.device).refuse_capture("error_if_nonfinite=True reads the norm")
     if error_if_nonfinite and not torch.isfinite(norm):
         raise StateError(
             f"The gradients' norm of order {norm_type} is {norm.item()}. Run with FULLSHARD_DEBUG=nan "

@@ -62,11 +62,18 @@ def program(name: str, **how: Any) -> Callable[[Body], Body]:
     return add
 
 
-def run_program(name: str, problem: str) -> Lab:
-    """Run a program on a model, and return the laboratory with what it found."""
+def run_program(name: str, problem: str, *, num_more: int = 0, captures: bool = False) -> Lab:
+    """Run a program on a model, and return the laboratory with what it found.
+
+    num_more, captures: see `Lab`; for programs that `train` once.
+    """
     chosen = PROGRAMS[name]
     with Lab(
-        is_nccl=chosen.is_nccl, host_waits=chosen.host_waits, may_stall=chosen.may_stall
+        is_nccl=chosen.is_nccl,
+        host_waits=chosen.host_waits,
+        may_stall=chosen.may_stall,
+        num_more=num_more,
+        captures=captures,
     ) as lab:
         torch.manual_seed(0)
         chosen.run(lab, problem)
@@ -156,11 +163,16 @@ def train(
     """Train a model. before: called before each micro-batch, with its number from the end."""
     optimizer = optimizer or SGD(model.parameters(), lr=1e-3, momentum=0.9)
     inputs, targets = data_of(problem, lab)
-    for _ in range(num_steps):
-        with lab.step():
-            for micro in reversed(range(num_microbatches)):
-                before(micro)
-                problem.loss(model(inputs), targets).backward()
-            after_backward()
-            optimizer.step()
-            optimizer.zero_grad()
+
+    def step() -> Tensor:
+        for micro in reversed(range(num_microbatches)):
+            before(micro)
+            loss = problem.loss(model(inputs), targets)
+            loss.backward()
+        after_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    lab.run(step, num_steps)
+    lab.trained.append((model, optimizer))

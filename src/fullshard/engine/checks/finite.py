@@ -37,6 +37,8 @@ class _Role(NamedTuple):
 class FiniteHunt(PassWatcher):
     """Hooks that look for values which are not finite, from `begin` to `end`."""
 
+    reads_values = "fullshard.debug(nan=True)"
+
     def __init__(self) -> None:
         self.is_on = False
 

@@ -106,6 +106,11 @@ class Path:
             for note in self._notes:
                 note(unit.number, is_empty=True)
 
+    def agree_on(self, what: str) -> None:
+        """Tell what this rank does now, the same words on every rank."""
+        for record in self._records:
+            record.enter(what)
+
     def end_iteration(self) -> None:
         """Note that the last backward of an iteration is over."""
         self._first_order = self._first_order or self._order

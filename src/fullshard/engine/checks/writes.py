@@ -208,6 +208,7 @@ class WriteWatch:
         self._passes: collections.Counter[tuple[bool, bool]] = collections.Counter()
         self._watched: dict[Unit, _Watched] = {}  # also after the pass, until all agree
         self._samples: dict[Unit, _Sample] = {}
+        self._is_due = False  # the next pass is watched, whatever its number
         self.is_watching = False
 
     @outside_transforms
@@ -216,22 +217,36 @@ class WriteWatch:
 
         Raises AllocationError if a watched pass lacks private memory.
         """
-        self.is_watching = False
-        if self._watched:
-            self._conclude()  # first, so that this pass may watch the same units anew
+        self.conclude()  # first, so that this pass may watch the same units anew
         kind = is_training, torch.is_grad_enabled()
         number = self._passes[kind]
         self._passes[kind] += 1
-        if number not in _WATCHED:
+        if number not in _WATCHED and not self._is_due:
             self.take_samples()
             return
-        self.is_watching = True
+        self.is_watching, self._is_due = True, False
         for unit in self._units:
             if unit.is_written or not (unit in self._watched or _may_be_ordered(unit)):
                 continue
             _set_ordered(unit, ordered=True)  # first, since it may raise
             with no_grad():
                 self._watched[unit] = _Watched(unit)
+
+    @property
+    def has_unread(self) -> bool:
+        """True if the host has yet to ask what a watched pass has compared."""
+        return bool(self._watched)
+
+    def watch_next(self) -> None:
+        """Watch the next pass, too."""
+        self._is_due = True
+
+    @outside_transforms
+    def conclude(self) -> None:
+        """End watching. Ask what the device has compared, and agree. Every rank has to call it."""
+        self.is_watching = False
+        if self._watched:
+            self._conclude()
 
     def check_unwritten(self, unit: Unit) -> None:
         """Raise StateError if somebody wrote to a unit that peers read in place."""
@@ -402,6 +417,10 @@ class StayedUnits:
             outdated |= {unit for unit in self._stayed if not unit.is_held}
         for unit in outdated:
             unit.reshard()
+
+    def forget(self) -> None:
+        """Forget what stayed, as nothing does where a pass is captured."""
+        self._stayed = []
 
 
 def is_whole(unit: Unit) -> bool:

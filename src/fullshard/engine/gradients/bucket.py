@@ -429,8 +429,8 @@ class BucketGradients:
         if scratch is not None:
             self.runtime.scratch.give(scratch)
         # Pooled while in use: `take_shards` asks who refers to it. Dropping the oldest frees nothing that
-        # a gradient still uses.
-        if shards is not None:
+        # a gradient still uses. Memory of a graph is written to by each of its replays, so it is not.
+        if shards is not None and not self.runtime.is_capturing:
             self.pool.append(shards)
             del self.pool[:-_POOLED]
 
@@ -522,7 +522,7 @@ class BucketGradients:
         device: where; that of full gradients by default.
         """
         device = device or self.runtime.device
-        for position, shards in enumerate(self.pool):
+        for position, shards in enumerate(() if self.runtime.is_capturing else self.pool):
             if shards.device == device and shards.is_unused(self.holders):
                 return self.pool.pop(position)
         # A user's gradient must be no inference tensor, wherever the first reduction happens.
