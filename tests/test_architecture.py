@@ -339,12 +339,12 @@ _MOST_LINES = {
     "live": 1400,
     "migrate": 920,
     "models": 1174,
-    "optim": 2069,
+    "optim": 2117,
     "peers": 3354,
     "plan": 1590,
     "state": 3270,
     "tools": 16540,
-    "top": 2118,
+    "top": 2138,
     "watch": 1505,
 }
 

@@ -107,7 +107,8 @@ class PlacementPolicy(OffloadPolicy):
     parameters: Literal["device", "host"] = "device"
     optimizer: Literal["device", "host", "disk"] = "device"
     device_nbytes: int | None = None
-    folder: str | os.PathLike[str] | None = None
+    # Not in what ranks compare: each may have a disk of its own.
+    folder: str | os.PathLike[str] | None = dataclasses.field(default=None, repr=False)
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
@@ -130,6 +131,17 @@ class PlacementPolicy(OffloadPolicy):
                     "PlacementPolicy(device_nbytes=...) says how much optimizer state stays on the device. Say with "
                     'optimizer="host" or "disk" where the rest goes.'
                 )
+        folder: object = self.folder
+        if folder is not None and not (
+            isinstance(folder, (str, os.PathLike)) and os.fspath(folder)
+        ):
+            raise ShardingError(
+                f"PlacementPolicy(folder={self.folder!r}): expected the path of a folder."
+            )
+        if type(self.pin_memory) is not bool:
+            raise ShardingError(
+                f"PlacementPolicy(pin_memory={self.pin_memory!r}): expected True or False."
+            )
         if (self.optimizer == "disk") != (self.folder is not None):
             raise ShardingError(
                 f"PlacementPolicy(optimizer={self.optimizer!r}, folder={self.folder!r}): "

@@ -11,6 +11,7 @@ No other file of the library makes one by itself, which tests/test_process_hooks
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import mmap
@@ -388,6 +389,13 @@ def raise_heap_threshold() -> None:
         "no page faults for buffers that come and go in each step",
         _NEVER,
     )
+
+
+def return_free_heap() -> None:
+    """Give what is free on the C library's heap back to the system, where the library can: malloc_trim(3)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 # Tables of torch's and of other packages

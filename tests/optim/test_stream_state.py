@@ -107,6 +107,9 @@ def test_without_a_device_the_hosts_state_is_where_it_is() -> None:
         {"device_nbytes": 10},
         {"optimizer": "host", "device_nbytes": -1},
         {"optimizer": "host", "device_nbytes": 1e9},
+        {"optimizer": "disk", "folder": 3},
+        {"optimizer": "disk", "folder": ""},
+        {"optimizer": "host", "pin_memory": "no"},
     ],
 )
 def test_wrong_policies_are_refused(wrong: dict[str, Any]) -> None:
@@ -149,5 +152,105 @@ def test_parameters_on_the_host_are_as_with_cpu_offload() -> None:
         optimizer = optim.AdamW(model.parameters(), lr=0.01)
         _train(model, optimizer, range(2))
         assert fullshard.describe(model).units[0].offload
+        found.append(_values(model, optimizer))
+    assert all(map(torch.equal, *found))
+
+
+KEY = "momentum_buffer"
+
+
+def _swap(model: Any, optimizer: Any, step: Any) -> Tensor:
+    step()
+    later = copy.deepcopy(optimizer.state_dict())
+    former = optimizer.state_dict()
+    optimizer.load_state_dict(later)
+    step()
+    optimizer.load_state_dict(former)  # nobody has written to it since
+    step()
+    return optimizer.state[model[0].weight][KEY]
+
+
+def _write_after_load(model: Any, optimizer: Any, step: Any) -> Tensor:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    value = optimizer.state[model[0].weight][KEY]
+    step()
+    value.mul_(0.5)
+    step()
+    return optimizer.state[model[0].weight][KEY]
+
+
+def _write_after_other_state_went(model: Any, optimizer: Any, step: Any) -> Tensor:
+    value = optimizer.state[model[0].weight][KEY]
+    del optimizer.state[model[0].bias]
+    step()
+    value.mul_(0.5)
+    step()
+    return optimizer.state[model[0].weight][KEY]
+
+
+def _replaced(model: Any, optimizer: Any, step: Any) -> Tensor:
+    value = optimizer.state[model[0].weight][KEY]
+    optimizer.state[model[0].weight][KEY] = value.clone()
+    step()
+    return value
+
+
+def _let_go_of(model: Any, optimizer: Any, step: Any) -> Tensor:
+    value = optimizer.state[model[0].weight][KEY]
+    optimizer.state[model[0].weight][KEY] = mine = value.clone()
+    step()
+    mine.mul_(0.5)
+    step()
+    del value, mine
+    step()
+    step()
+    return optimizer.state[model[0].weight][KEY]
+
+
+@on_ranks(2)
+def test_what_a_program_keeps_of_a_state_is_the_state_as_long_as_it_was() -> None:
+    for play in (_swap, _write_after_load, _write_after_other_state_went, _replaced, _let_go_of):
+        found = []
+        for streams in (False, True):
+            model = _sharded()
+            optimizer: Any = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            if streams:
+                fullshard.stream_state(optimizer, _on_disk())
+            steps = iter(range(20))
+
+            def step(model: Any = model, optimizer: Any = optimizer, steps: Any = steps) -> None:
+                number = next(steps)
+                _train(model, optimizer, range(number, number + 1))
+
+            step()
+            found.append(local(play(model, optimizer, step)).detach().clone())
+            if streams and play is _let_go_of:
+                assert all(piece.home is not None for piece in optimizer._local_step.pieces)
+        assert torch.equal(*found), play.__name__
+
+
+@on_ranks(2)
+def test_each_rank_may_have_a_disk_of_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / str(torch.distributed.get_rank())
+    folder.mkdir()
+    policy = Policy(optimizer="disk", folder=folder)
+    model: Any = fullshard.fully_shard(UnevenMLP(), offload_policy=policy)
+    optimizer = fullshard.stream_state(optim.AdamW(model.parameters(), lr=0.01))
+    _train(model, optimizer, range(2))
+    (unit,) = fullshard.describe(model).units
+    assert str(folder) in unit.state_place
+
+
+@on_ranks(1)
+def test_a_compiled_function_may_call_the_step() -> None:
+    found = []
+    for compiles in (False, True):
+        model = _sharded()
+        optimizer = fullshard.stream_state(optim.AdamW(model.parameters(), lr=0.01), _on_disk())
+        step = torch.compile(optimizer.step, backend="eager") if compiles else optimizer.step
+        for number in range(2):
+            mean_square(model(my_part(make_batch(7, seed=number)))).backward()
+            step()
+            optimizer.zero_grad()
         found.append(_values(model, optimizer))
     assert all(map(torch.equal, *found))

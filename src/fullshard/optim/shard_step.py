@@ -182,10 +182,12 @@ def _on_shards(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_unfit(optimizer: optim.Optimizer, *, elementwise: bool) -> None:
     name = type(optimizer).__name__
-    if (why := why_not_elementwise(type(optimizer))) is not None:
+    if not isinstance(optimizer, optim.Optimizer):
         raise ShardingError(
-            f"{name} cannot step on shards alone: it {why}. Use it without step_on_shards."
+            f"{name} is no torch.optim.Optimizer. Pass the optimizer, not the model."
         )
+    if (why := why_not_elementwise(type(optimizer))) is not None:
+        raise ShardingError(f"{name} cannot step on shards alone: it {why}. Use it as it is.")
     if not elementwise and type(optimizer) not in _ELEMENTWISE:
         known = ", ".join(sorted(each.__name__ for each in _ELEMENTWISE))
         raise ShardingError(
@@ -196,10 +198,10 @@ def _refuse_unfit(optimizer: optim.Optimizer, *, elementwise: bool) -> None:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ShardingError(
             f"{name} has differentiable=True, but steps on shards are not recorded by autograd. Use "
-            "it without step_on_shards."
+            "it as it is."
         )
     if "step" in vars(optimizer):
         raise StateError(
             f"The step of this {name} was replaced, as learning rate schedulers and libraries do. "
-            "Call step_on_shards right after the optimizer is made."
+            "Call step_on_shards or stream_state right after the optimizer is made."
         )

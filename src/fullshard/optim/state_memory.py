@@ -7,6 +7,7 @@ disk      a file                   host memory, where it is stepped on    by thr
 """
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -227,18 +228,7 @@ class Slot:
             self._written.wait()
             self._written = None
 
-    def note_use(self) -> None:
-        """Take note that compute was told to read the memory since the state has arrived."""
-        self._free = self._runtime.record()
-
-    def release(self) -> None:
-        """Let compute wait until nothing uses the memory, which may go then: rule 3 of [Note: Lanes]."""
-        for ticket in (self._read, self._written):
-            if ticket is not None:
-                ticket.wait()
-        self._read = self._written = None
-        self._runtime.wait(self._free)
-        self._free = None
-
     def __del__(self) -> None:
-        self.release()
+        """Let compute wait until nothing uses the memory: rule 3 of [Note: Lanes]. Threads keep what they use."""
+        if self._free is not None and not sys.is_finalizing():
+            self._runtime.wait(self._free)

@@ -27,7 +27,7 @@ from torch import nn, optim
 
 from fullshard.engine.observer import PassWatcher, watchers
 from fullshard.engine.params.managed import owner_of
-from fullshard.engine.runtime import Runtime
+from fullshard.engine.runtime import Runtime, eager
 from fullshard.engine.unit import Unit
 from fullshard.errors import ShardingError
 from fullshard.optim.local_form import State
@@ -36,6 +36,7 @@ from fullshard.optim.state_memory import Home, Layout, Slot, is_moved, padded
 from fullshard.optim.unit_files import UnitFiles
 from fullshard.plan.state_placement import NUM_SLOTS, least_budget, plan_state
 from fullshard.policies import PlacementPolicy
+from fullshard.process_hooks import return_free_heap
 from fullshard.torch_private import local_part
 
 _NUM_TRIED = 8  # elements of a parameter on which a step is tried out
@@ -300,8 +301,12 @@ class StreamedStep(LocalStep):
 
     @torch.no_grad()
     def _move(self, piece: Piece) -> None:
-        """Bring a state to where it belongs that something else has made: a first step, or a load."""
-        state = self._state
+        """Bring a state to where it belongs that something else has made: a first step, a load, a user.
+
+        [Note: Held state] What somebody else refers to goes on to be the state, as it does with any optimizer: in
+        the memory that it has, until nobody refers to it any more. And what is no state any more is not written to.
+        """
+        state, home = self._state, piece.home
         if piece.stays:
             for shard in piece.shards:
                 own = state.get(shard, {})
@@ -309,10 +314,17 @@ class StreamedStep(LocalStep):
                     if is_moved(value) and value.device != shard.device:
                         own[key] = value.to(shard.device)
             return
-        if piece.home is not None and piece.home.is_in(state):
-            piece.home.follow_writes()
+        if home is not None and home.is_in(state):
+            home.follow_writes()
             return
-        if piece.home is None or not piece.home.layout.describes(state):
+        former = [] if home is None else home.values
+        if _is_held(piece, state, former):
+            piece.home = None
+            return
+        present = {id(value) for value in _moved(piece, state)}
+        old = [value for value in former if id(value) not in present]
+        is_free = references(old) <= references([[]]) + 1  # in the list of the home alone
+        if home is None or not is_free or not home.layout.describes(state):
             layout = Layout(piece.shards, state)
             if not layout.entries:
                 piece.home = None
@@ -320,14 +332,11 @@ class StreamedStep(LocalStep):
             files = self._channel(piece).files
             home = Home(layout, files, piece.path, pins=piece.policy.pin_memory)
         else:
-            home = piece.home
             home.finish(piece.runtime)
-        piece.home = home
         if home.file is None:
             home.layout.fill(home.memory, state)
-            home.left = (
-                piece.runtime.record()
-            )  # compute has copied, and so frees, what was on the device
+            # Compute has copied, and so frees, what was on the device.
+            home.left = piece.runtime.record()
         else:
             slot, stays = self._slot(piece, home)
             slot.finish_writing()
@@ -335,6 +344,7 @@ class StreamedStep(LocalStep):
             slot.begin_leaving(home)
             if stays:
                 self._channel(piece).give_back(slot)
+        piece.home = home
         home.show(state)
 
     def _slot(self, piece: Piece, home: Home) -> tuple[Slot, bool]:
@@ -345,6 +355,7 @@ class StreamedStep(LocalStep):
 
     # Steps
 
+    @eager
     def step(self, inner: Inner, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -382,11 +393,16 @@ class StreamedStep(LocalStep):
         waiting = collections.deque(piece for piece in moving if piece not in self._early)
         self._fetch(waiting)
         at_rest = [piece for piece in pieces if piece.home is None]
-        before = list(self._state)
+        before, has_left = list(self._state), False
         run([piece for piece in at_rest if piece.stays])  # while the first ones arrive
-        for piece in (piece for piece in at_rest if not piece.stays):  # their first step
+        for piece in (
+            piece for piece in at_rest if not piece.stays
+        ):  # a first step, or [Note: Held state]
+            kept = self._bring(piece)
             run([piece])
+            self._take_back(kept)
             self._move(piece)
+            has_left |= piece.home is not None and not piece.runtime.has_streams
         for piece in moving:
             home = piece.home
             assert home is not None
@@ -406,6 +422,8 @@ class StreamedStep(LocalStep):
             self._fetch(waiting)
         if len(self._state) > len(before):
             self._put_in_order(before)
+        if has_left:  # memory of the host, for files
+            return_free_heap()
 
     def _put_in_order(self, before: Sequence[Any]) -> None:
         """Let new keys of the state follow those of before in the order of the groups, as an ordinary step makes them."""
@@ -427,20 +445,41 @@ class StreamedStep(LocalStep):
             self._early[waiting.popleft()] = slot, True
 
     @torch.no_grad()
+    def _bring(self, piece: Piece) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+        """Put copies into a state of what is not where it is stepped on. Returns where, and what was there."""
+        kept = []
+        for shard in piece.shards:
+            own = self._state.get(shard, {})
+            for key, value in own.items():
+                if is_moved(value) and value.device != shard.device:
+                    kept.append((own, key, value))
+                    own[key] = value.to(shard.device)
+        return kept
+
+    @torch.no_grad()
+    def _take_back(self, kept: list[tuple[dict[str, Any], str, torch.Tensor]]) -> None:
+        """Copy what was stepped on to where it was, and make that the state again."""
+        while kept:
+            own, key, value = kept.pop()
+            value.copy_(own[key])
+            own[key] = value
+
+    @torch.no_grad()
     def _send_home(self, piece: Piece, slot: Slot, here: Sequence[torch.Tensor]) -> None:
         """Start to bring a state home that was stepped on in a slot. here: its tensors there."""
         home, state = piece.home, self._state
         assert home is not None
-        if not home.layout.describes(state):
-            self._move(piece)  # it has other tensors since this step
-            slot.note_use()
-            return
-        for entry, view in zip(home.layout.entries, here, strict=True):
-            value = state[entry.shard][entry.key]
-            if value is not view:  # the optimizer has made a new one
-                view.copy_(value)
+        is_complete = home.layout.describes(state)
+        for entry, view, value in zip(home.layout.entries, here, home.values, strict=True):
+            found = state.get(entry.shard, {}).get(entry.key)
+            if is_moved(found) and (found.shape, found.dtype) == (view.shape, view.dtype):
+                if found is not view:  # the optimizer has made a new one
+                    view.copy_(found)
+                state[entry.shard][entry.key] = value
         slot.begin_leaving(home)
-        home.show(state)
+        if not is_complete:  # it has other tensors since this step
+            home.finish(piece.runtime)
+            self._move(piece)
 
     # Beside passes
 
@@ -471,6 +510,23 @@ class StreamedStep(LocalStep):
     @property
     def has_given_back(self) -> bool:
         return not self._leaving and all(stays for _, stays in self._early.values())
+
+
+def _moved(piece: Piece, state: State) -> list[torch.Tensor]:
+    """Return what of a piece's state moves."""
+    owns = [state.get(shard, {}) for shard in piece.shards]
+    return [value for own in owns for value in own.values() if is_moved(value)]
+
+
+def _is_held(piece: Piece, state: State, at_home: Sequence[torch.Tensor]) -> bool:
+    """Return whether anybody else refers to what moves of a state. at_home: what a list refers to as well."""
+    known = {id(value) for value in at_home}
+    nobody = references([[]])
+    others = [value for value in _moved(piece, state) if id(value) not in known]
+    if references(others) > nobody + 1:
+        return True
+    del others
+    return references([v for v in _moved(piece, state) if id(v) in known]) > nobody + 2
 
 
 class _Passes(PassWatcher):

@@ -128,7 +128,7 @@ def _parameters(units: Sequence[Unit]) -> list[str]:
 def _shown(value: Any) -> str:
     """Return a text that is the same in every process for equal values."""
     if dataclasses.is_dataclass(value):
-        fields = dataclasses.fields(value)
+        fields = (f for f in dataclasses.fields(value) if f.repr)  # else it is each rank's own
         inner = (f"{f.name}={_shown(getattr(value, f.name))}" for f in fields)
         return f"{type(value).__name__}({', '.join(inner)})"
     if callable(value):  # its representation has an address
