@@ -352,6 +352,14 @@ def test_offload_is_refused() -> None:
         _assert_refused(lab, run, UnsupportedError, "CPU offload")
 
 
+def test_state_that_comes_and_goes_is_refused() -> None:
+    with Lab() as lab:
+        run = _Run(lab)
+        fullshard.stream_state(run.optimizer, fullshard.PlacementPolicy(optimizer="host"))
+        run.steps(3)
+        _assert_refused(lab, run, UnsupportedError, "stream_state")
+
+
 def test_communication_of_the_hosts_is_refused() -> None:
     with Lab(is_nccl=False) as lab:
         run = _Run(lab)

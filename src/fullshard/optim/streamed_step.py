@@ -545,6 +545,14 @@ class _Passes(PassWatcher):
         if self in watchers:
             watchers.remove(self)
 
+    def forward_begins(self, state: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
+        step, iteration = self._step(), state.known_iteration
+        if step is None or iteration is None or step.units.isdisjoint(iteration.units):
+            return
+        for piece in step.pieces:
+            if not piece.stays:
+                piece.runtime.refuse_capture("optimizer state that comes and goes (stream_state)")
+
     def units_begin(self, units: Sequence[Any]) -> None:
         step = self._step()
         if step is not None and not step.has_given_back:
