@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -218,15 +219,19 @@ def test_a_state_that_is_read_or_loaded_between_steps_is_the_one_that_is_stepped
             fullshard.stream_state(optimizer, HOST)
         inputs, targets = problem.inputs.to(DEVICE), problem.targets.to(DEVICE)
         held: Any = None
-        for number in range(6):
+        for number in range(8):
             problem.loss(model(inputs), targets).backward()
             if number == 1:  # when some have come early
                 local(optimizer.state[next(model.parameters())]["exp_avg"]).mul_(0.5)
             if number == 2:
                 optimizer.load_state_dict(optimizer.state_dict())
-            if number == 3:
-                held = local(optimizer.state[next(model.parameters())]["exp_avg_sq"])
+                saved = copy.deepcopy(optimizer.state_dict())
+            if number == 4:  # nothing reads the state that has come early
+                optimizer.load_state_dict(saved)
+                held = None
             if number == 5:
+                held = local(optimizer.state[next(model.parameters())]["exp_avg_sq"])
+            if number == 7:
                 held.mul_(0.5)
             for group in optimizer.param_groups:
                 group["lr"] *= 0.9

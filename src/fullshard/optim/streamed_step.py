@@ -381,6 +381,7 @@ class StreamedStep(LocalStep):
     def _step(self, run: Callable[[Sequence[Piece]], None]) -> None:
         pieces = [piece for piece in self.pieces if piece.is_stepped]
         if self._was_shown:
+            self._come_home()  # `load_state_dict` puts in another state without reading this one
             for piece in self.pieces:
                 self._move(piece)
             self._was_shown = False
