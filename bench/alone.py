@@ -42,6 +42,7 @@ from fullshard.models.llama import Llama, init_weights
 from fullshard.models.sizes import LlamaConfig
 
 from . import gpu_training
+from .gpu_settings import Entry, Setting
 from .implementations import IMPLEMENTATIONS, Training, Work, why_not
 from .ranks import Rank, RankGroup
 from .step import rotated
@@ -154,12 +155,13 @@ def results_json(results: Results) -> dict[str, Any]:
 
 # Compiling
 
-_COMPILED = gpu_training.Setting(
+_COMPILED = Setting(
     "compile",
     LlamaConfig(hidden_size=128, intermediate_size=256, num_layers=4, num_heads=4),
     sequences=2,
     tokens=64,
-    implementations=("unwrapped", "fsdp2", "fullshard", "fsdp1", "fullshard-fsdp1"),
+    entries=tuple(map(Entry, ("unwrapped", "fsdp2", "fullshard", "fsdp1", "fullshard-fsdp1"))),
+    step_s=0.0,
 )
 _NUM_COMPILING_STEPS = 3
 _COMPILE_TIMEOUT_S = 900.0
@@ -189,7 +191,7 @@ class CompiledTraining:
         for layer in model.model.layers:
             layer.compile()
         wrap = gpu_training.IMPLEMENTATIONS[implementation]
-        self._model = wrap(model, _COMPILED, torch.device("cpu"))
+        self._model = wrap(model, _COMPILED, Entry(implementation), torch.device("cpu"))
 
     def first_steps(self) -> Compiling:
         import torch._inductor.compile_fx  # noqa: PLC0415  (takes seconds for everybody)
@@ -231,7 +233,7 @@ class Compiled:
 
 def measure_compiling(implementations: Sequence[str], *, num_rounds: int) -> dict[str, Compiled]:
     wanted = {"unwrapped", "fsdp2", *implementations}  # what the others are compared with
-    names = [name for name in _COMPILED.implementations if name in wanted]
+    names = [entry.name for entry in _COMPILED.entries if entry.name in wanted]
     results = {name: Compiled() for name in names}
     with Progress("compiling", num_stages=(num_rounds + 1) * len(names)) as progress:
         for index in range(num_rounds + 1):

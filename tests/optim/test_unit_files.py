@@ -20,7 +20,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fullshard import host
 from fullshard.errors import AllocationError, ShardingError, StateError
 from fullshard.optim import unit_files
 from fullshard.optim.unit_files import ALIGNMENT, Ticket, UnitFile, UnitFiles, padded
@@ -179,7 +178,7 @@ def test_a_folder_where_no_file_can_be_is_refused(tmp_path: Path, folder: str) -
 def test_a_folder_that_is_on_no_disk_is_warned_of_once_for_all_ranks(
     tmp_path: Path, kind: str, why: str
 ) -> None:
-    with mock.patch.object(host, "filesystem", return_value=kind):
+    with mock.patch.object(unit_files, "filesystem", return_value=kind):
         with pytest.warns(UserWarning, match=rf"{kind}: .*{why}"):
             UnitFiles(tmp_path, rank=0).close()
         UnitFiles(tmp_path, rank=1).close()

@@ -51,7 +51,6 @@ NOT_MISSED = {
                 ("arrive", "self._read"),
                 ("finish_arrival", "self._read"),
                 ("finish_writing", "self._written"),
-                ("release", "ticket"),
             )
         ],
         "waits for threads that read and write files: tests/optim",

@@ -12,7 +12,6 @@ Every call is one step of training, in the same bits as the step itself.
 import dataclasses
 import itertools
 import operator
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
@@ -150,10 +149,7 @@ class CapturedStep(Generic[_P, _R]):
         """Run the step itself, where it will be captured."""
         watchers.append(self._roots)
         try:
-            with self._graph.beside(), warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", message=".*capturable=True"
-                )  # torch's, outside of captures
+            with self._graph.beside():
                 returned = self._step(*args, **kwargs)
         finally:
             watchers.remove(self._roots)

@@ -471,12 +471,7 @@ class StreamedStep(LocalStep):
         home, state = piece.home, self._state
         assert home is not None
         is_complete = home.layout.describes(state)
-        for entry, view, value in zip(home.layout.entries, here, home.values, strict=True):
-            found = state.get(entry.shard, {}).get(entry.key)
-            if is_moved(found) and (found.shape, found.dtype) == (view.shape, view.dtype):
-                if found is not view:  # the optimizer has made a new one
-                    view.copy_(found)
-                state[entry.shard][entry.key] = value
+        _put_back(home, here, state)
         slot.begin_leaving(home)
         if not is_complete:  # it has other tensors since this step
             home.finish(piece.runtime)
@@ -511,6 +506,19 @@ class StreamedStep(LocalStep):
     @property
     def has_given_back(self) -> bool:
         return not self._leaving and all(stays for _, stays in self._early.values())
+
+
+def _put_back(home: Home, here: Sequence[torch.Tensor], state: State) -> None:
+    """Make the home's memory that of a state again. here: its tensors in a slot, which have the values then.
+
+    A function of its own: what its variables refer to would count as held.
+    """
+    for entry, view, value in zip(home.layout.entries, here, home.values, strict=True):
+        found = state.get(entry.shard, {}).get(entry.key)
+        if is_moved(found) and (found.shape, found.dtype) == (view.shape, view.dtype):
+            if found is not view:  # the optimizer has made a new one
+                view.copy_(found)
+            state[entry.shard][entry.key] = value
 
 
 def _moved(piece: Piece, state: State) -> list[torch.Tensor]:

@@ -31,8 +31,8 @@ from typing import Literal
 
 import torch
 
-from fullshard import host
 from fullshard.errors import AllocationError, ShardingError, StateError
+from fullshard.host import filesystem
 from fullshard.process_hooks import AFTER_FORK
 
 # Positions, lengths and addresses of direct I/O. Disks ask for at most 4096; pages may be larger.
@@ -128,7 +128,7 @@ class UnitFiles:
 
     def __init__(self, folder: Path, *, rank: int, num_workers: int = 2) -> None:
         self.folder = folder.resolve()
-        self.filesystem = host.filesystem(self.folder)
+        self.filesystem = filesystem(self.folder)
         self.is_closed = False
         self._rank = rank
         self._process = os.getpid()

@@ -102,7 +102,7 @@ def _read_after_steps(optimizer: Any) -> Any:
     return optimizer
 
 
-@program("state-on-host-of-late-gradients")
+@program("state-on-host-of-late-gradients", host_waits=None)
 def _late_gradients(lab: Lab, name: str) -> None:
     """Let units get more state in the second step, when the rest of it is on the device."""
     steps = 0
