@@ -46,7 +46,7 @@ DOCS := .venv-docs/.stamp
 WEIGHTS := $(VENV)/.stamp-weights
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-all test-torch parity bench gpu-check gpu-checks gpu-compute gpu-rest gpu-ranks package docs format lint style types pytest pytest-quick pytest-all pytest-torch clean
+.PHONY: help train quick test test-all test-torch parity bench gpu-check gpu-checks gpu-programs gpu-compute gpu-rest gpu-ranks package docs format lint style types pytest pytest-quick pytest-all pytest-torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -158,9 +158,11 @@ gpu-check: ## on one GPU: checks and benchmarks, in bench/results/
 OUT = bench/results/card
 RESUMED = $(wildcard $(OUT)/gpu-*.json)
 GPU_ROWS = $(GPU_PYTHON) -m bench.gpu --budget-s 330 --out $(OUT) $(if $(RESUMED),--resume $(RESUMED)) --settings
-gpu-checks gpu-compute gpu-rest gpu-ranks: export PYTHONPATH := src:.:$(PYTHONPATH)
+gpu-checks gpu-programs gpu-compute gpu-rest gpu-ranks: export PYTHONPATH := src:.:$(PYTHONPATH)
 gpu-checks: ## on a GPU for some minutes, first: checks of one rank, and of two that share its memory
-	@$(GPU_PYTHON) -m tests.gpu --only one-rank gloo peer auto compile graph --budget-s 300 --out $(OUT)/checks.json $(ARGS)
+	@$(GPU_PYTHON) -m tests.gpu --only one-rank gloo peer auto --budget-s 300 --out $(OUT)/checks.json $(ARGS)
+gpu-programs: ## then: steps in CUDA graphs, and compiled by Inductor
+	@$(GPU_PYTHON) -m tests.gpu --only graph compile --budget-s 300 --out $(OUT)/checks-programs.json $(ARGS)
 gpu-compute: ## then, twice: rows that keep the GPU busy, in OUT (bench/results/card)
 	@$(GPU_ROWS) compute $(ARGS)
 gpu-rest: ## then, twice: small units, captured, offload, mixed precision, float8
