@@ -339,7 +339,7 @@ _MOST_LINES = {
     "live": 1400,
     "migrate": 920,
     "models": 1174,
-    "optim": 2134,
+    "optim": 2136,
     "peers": 3354,
     "plan": 1590,
     "state": 3270,

@@ -297,3 +297,25 @@ def test_a_report_counts_all_of_it_and_waits_for_nothing(lab: Lab) -> None:
     )  # two moments and two counters a unit
     assert report.total(fullshard.MemoryCategory.OPTIMIZER) == at_home + 2 * NBYTES
     assert lab.lanes.num_host_waits == waits
+
+
+def test_state_that_a_program_keeps_is_where_it_was_after_a_step_that_raises(lab: Lab) -> None:
+    problem = _problem()
+    model = shard(problem)
+    optimizer: Any = fullshard.stream_state(_adamw(model), HOST)
+    train(lab, problem, model, optimizer=optimizer)
+    own = optimizer.state[next(model.parameters())]
+    own["exp_avg"] = mine = own["exp_avg"].clone()  # on the host, and nobody's home
+    problem.loss(model(problem.inputs.to(DEVICE)), problem.targets.to(DEVICE)).backward()
+    (group,) = optimizer.param_groups
+    for betas, is_right in ((None, False), (group["betas"], True)):
+        before, group["betas"] = local(mine).clone(), betas
+        if is_right:
+            optimizer.step()
+        else:
+            with pytest.raises(TypeError):
+                optimizer.step()
+        now = optimizer.state[next(model.parameters())]["exp_avg"]
+        assert now is mine
+        assert now.device.type == "cpu"
+        assert torch.equal(local(now), before) != is_right

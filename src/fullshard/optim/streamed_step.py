@@ -400,8 +400,10 @@ class StreamedStep(LocalStep):
             piece for piece in at_rest if not piece.stays
         ):  # a first step, or [Note: Held state]
             kept = self._bring(piece)
-            run([piece])
-            self._take_back(kept)
+            try:
+                run([piece])
+            finally:
+                self._take_back(kept)
             self._move(piece)
             has_left |= piece.home is not None and not piece.runtime.has_streams
         for piece in moving:
