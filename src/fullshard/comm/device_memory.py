@@ -35,11 +35,12 @@ import torch.distributed as dist
 
 from fullshard.comm.cuda_ipc import CudaIpc
 from fullshard.comm.interface import Done, ShardBuffer, Work, named_in, shard_views
-from fullshard.comm.ring import StagingComm, Stretch
+from fullshard.comm.ring import StagingComm
 from fullshard.comm.shared_memory import UnavailableError
 from fullshard.errors import CommError
 from fullshard.peers.groups import exchange, own_group
 from fullshard.plan.layout import BucketLayout
+from fullshard.plan.ways import RingStretch
 
 _TURNS = 4  # reductions that may be under way at once: see [Note: Turns]
 _FEW_PARAMS = 512  # flags per reduction and rank that there is room for from the start
@@ -179,12 +180,12 @@ class DeviceMemoryComm(StagingComm):
         self._parts = self._share(self._device.allocate(nbytes), "allocating the gradient ring")
 
     def _part(
-        self, stretch: Stretch, rank: int, offset: int, numel: int, dtype: torch.dtype
+        self, stretch: RingStretch, rank: int, offset: int, numel: int, dtype: torch.dtype
     ) -> torch.Tensor:
         start = stretch.start + offset
         return self._parts[rank][start : start + numel * dtype.itemsize].view(dtype)
 
-    def _flags(self, stretch: Stretch, num_params: int) -> list[memoryview]:
+    def _flags(self, stretch: RingStretch, num_params: int) -> list[memoryview]:
         if num_params > self._most_flags:
             self._most_flags = max(2 * num_params, _FEW_PARAMS)
             size = _TURNS * self.size * self._most_flags

@@ -16,7 +16,8 @@ import torch
 
 from fullshard.comm.packing import Landing, Region
 from fullshard.peers.flight_record import FlightRecord
-from fullshard.plan.layout import BucketLayout, DirectRule
+from fullshard.plan.layout import BucketLayout
+from fullshard.plan.ways import ALL_DIRECT, sum_dtype
 
 
 class Work(Protocol):
@@ -126,7 +127,7 @@ class Comm(abc.ABC):
     overlaps: bool
     rank: int
     size: int
-    rule = DirectRule(even=False, min_nbytes=0)
+    rule = ALL_DIRECT
     joins_dtypes = False
     tells_presence = True
     wants_means = False
@@ -196,7 +197,7 @@ class Comm(abc.ABC):
 
     def accumulate_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of ``reduce_dtype`` are summed."""
-        return torch.promote_types(reduce_dtype, torch.float32)
+        return sum_dtype(reduce_dtype)
 
     def staged_nbytes(self, bucket: BucketLayout, wire_dtype: torch.dtype) -> int:
         """Return the bytes of staging memory (see `prepare`) of a reduce-scatter of this bucket."""

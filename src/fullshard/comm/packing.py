@@ -14,13 +14,10 @@ from collections.abc import Sequence
 import torch
 
 from fullshard.plan.layout import BucketLayout, ParamLayout
+from fullshard.plan.ways import POOLED_NBYTES, choose_block, region_numel
 
 Views = list[torch.Tensor]
 _dtype = operator.attrgetter("dtype")
-
-# Larger regions are not pooled: there copying costs more than making views, and it would keep too
-# much memory.
-_POOLED_NBYTES = 1 << 20
 
 
 class Region:
@@ -33,7 +30,7 @@ class Region:
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self.kind = (memory.numel(), memory.dtype)
-        self.is_pooled = memory.numel() * memory.itemsize <= _POOLED_NBYTES
+        self.is_pooled = memory.numel() * memory.itemsize <= POOLED_NBYTES
         self._places: dict[tuple[object, bool], list[Views]] = {}
         self.known_sources: dict[object, Views] = {}
 
@@ -148,9 +145,9 @@ class Scratch:
             return torch.empty(numel, dtype=dtype, device=self._device)  # a caching allocator
         nbytes = numel * dtype.itemsize
         with self._lock:
-            for position, memory in enumerate(self._free):
-                if memory.numel() >= nbytes:
-                    return self._free.pop(position)[:nbytes].view(dtype)
+            position = choose_block(map(torch.Tensor.numel, self._free), nbytes)
+            if position is not None:
+                return self._free.pop(position)[:nbytes].view(dtype)
             if self._free:
                 # None is large enough. The largest is freed, since the new one serves its uses too.
                 self._free.pop()
@@ -197,7 +194,7 @@ class Landing:
             self.sent = sent_parts(bucket, flat)
         self._bucket, self._geometry = bucket, bucket.geometry
         self.nbytes = bucket.unsharded_numel * unsharded.itemsize
-        self.region_numel = 0 if bucket.is_flat else bucket.shard_size * bucket.packed_numel
+        self.region_numel = region_numel(bucket)
         self.direct: Views = []
         self._packed: Views = []  # parts of each run of packed parameters
         if bucket.is_flat:

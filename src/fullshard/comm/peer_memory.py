@@ -28,10 +28,11 @@ from fullshard.comm.interface import (
     tensor_over,
 )
 from fullshard.comm.packing import Region
-from fullshard.comm.ring import LINE, StagingComm, Stretch
+from fullshard.comm.ring import StagingComm
 from fullshard.comm.shared_memory import UnavailableError
 from fullshard.peers.groups import backend_name
-from fullshard.plan.layout import BucketLayout, Route, round_up
+from fullshard.plan.layout import BucketLayout, Route
+from fullshard.plan.ways import RingStretch, flags_nbytes
 
 
 class PeerMemoryComm(StagingComm):
@@ -106,13 +107,13 @@ class PeerMemoryComm(StagingComm):
     # cache line, then gradients, rank by rank.
 
     def _flags_nbytes(self, num_params: int) -> int:
-        return round_up(num_params, LINE)
+        return flags_nbytes(num_params)
 
     @property
     def mapped_nbytes(self) -> int:
         return self.size * self.ring_nbytes
 
-    def _flags(self, stretch: Stretch, num_params: int) -> list[memoryview]:
+    def _flags(self, stretch: RingStretch, num_params: int) -> list[memoryview]:
         nbytes = self.ring_nbytes
         starts = range(stretch.start, self.size * nbytes, nbytes)
         return [self._staging[start : start + num_params] for start in starts]
@@ -124,7 +125,7 @@ class PeerMemoryComm(StagingComm):
         self._staging = self.memory.allocate(self.size * nbytes, "allocating the gradient ring")
 
     def _part(
-        self, stretch: Stretch, rank: int, offset: int, numel: int, dtype: torch.dtype
+        self, stretch: RingStretch, rank: int, offset: int, numel: int, dtype: torch.dtype
     ) -> torch.Tensor:
         start = rank * self.ring_nbytes + stretch.start + offset
         return _view(self._staging, start, (numel,), dtype)

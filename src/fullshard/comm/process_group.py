@@ -50,7 +50,8 @@ from fullshard.peers.groups import (
     timeout_s,
 )
 from fullshard.peers.waits import announce, name_lost_ranks, naming_lost_ranks, wait_comparing
-from fullshard.plan.layout import BucketLayout, DirectRule
+from fullshard.plan.layout import BucketLayout
+from fullshard.plan.ways import GLOO, NCCL
 from fullshard.torch_private import coalescing_manager
 
 _FEW_RANKS = 8  # beyond, one `torch.sum` instead of as many additions, each of which costs a call
@@ -125,7 +126,7 @@ class ProcessGroupComm(Comm):
         self.gather_regions = Regions.of(device, "gather")
         self.reduce_regions = Regions.of(device, "reduce")
         self.name = f"process group ({self.backend})"
-        self.rule = DirectRule(even=True, min_nbytes=1 << 16 if self.is_nccl else 1 << 18)
+        self.rule = (NCCL if self.is_nccl else GLOO).rule
 
         # None until `compare_ranks`, since making one is collective; except if another
         # communication over the same group has made it already.

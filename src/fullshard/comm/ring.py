@@ -26,7 +26,7 @@ import dataclasses
 import mmap
 import weakref
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -37,18 +37,7 @@ from fullshard.comm.shared_memory import SharedMemory, UnavailableError
 from fullshard.errors import CommError
 from fullshard.peers.flight_record import keep_record
 from fullshard.plan.layout import BucketLayout, round_up
-
-# Bytes of a cache line. Stretches and the fields in them begin on one, so that ranks which write
-# next to each other do not share a line, and every dtype is aligned.
-LINE = 64
-
-
-class Stretch(NamedTuple):
-    """Bytes [start, stop) of every rank's part, which hold reduction number ``sequence``."""
-
-    sequence: int
-    start: int
-    stop: int
+from fullshard.plan.ways import LINE, RingStretch, place_stretch, ring_nbytes
 
 
 @dataclasses.dataclass(eq=False)
@@ -88,7 +77,7 @@ class StagingComm(Comm):
         self._next = 0  # byte at which the next stretch begins if it fits before the end
         self._sequence = 0  # number of the last reduction that was claimed; the first one is 1
         # Oldest first. Stretches that all ranks have consumed stay until somebody waits for them.
-        self._stretches: collections.deque[Stretch] = collections.deque()
+        self._stretches: collections.deque[RingStretch] = collections.deque()
         # Not summed here yet, by sequence. Of a model that is gone, after an exception, a sum is gone with it, but its
         # counter moves on.
         self._pending: collections.deque[tuple[int, weakref.ref[PendingSum], str]] = (
@@ -103,12 +92,12 @@ class StagingComm(Comm):
 
     @abc.abstractmethod
     def _part(
-        self, stretch: Stretch, rank: int, offset: int, numel: int, dtype: torch.dtype
+        self, stretch: RingStretch, rank: int, offset: int, numel: int, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return a view of what ``rank`` staged, from byte ``offset`` of the stretch on."""
 
     @abc.abstractmethod
-    def _flags(self, stretch: Stretch, num_params: int) -> list[memoryview]:
+    def _flags(self, stretch: RingStretch, num_params: int) -> list[memoryview]:
         """Return where each rank writes which gradients it has, one byte each, for all hosts to read."""
 
     def _flags_nbytes(self, num_params: int) -> int:
@@ -141,16 +130,12 @@ class StagingComm(Comm):
     @property
     def staging(self) -> Sequence[torch.Tensor]:
         nbytes = self.ring_nbytes
-        whole = Stretch(0, 0, nbytes)
+        whole = RingStretch(0, 0, nbytes)
         return [self._part(whole, self.rank, 0, nbytes, torch.uint8)] if nbytes else []
 
     def prepare(self, staged_nbytes: Sequence[int]) -> None:
-        sizes = sorted(staged_nbytes, reverse=True)
-        if sizes:
-            # Room for the largest alone, or for two of the second size: one that is summed while
-            # the other is filled. Room for two of the largest would mostly lie idle, since the
-            # largest is often an embedding.
-            self._reserve(max(sizes[0], 2 * sizes[min(1, len(sizes) - 1)]))
+        if staged_nbytes:
+            self._reserve(ring_nbytes(staged_nbytes))
 
     def reduce_scatter(
         self,
@@ -187,7 +172,7 @@ class StagingComm(Comm):
 
     # The life of a stretch
 
-    def _claim(self, nbytes: int, label: str) -> Stretch:
+    def _claim(self, nbytes: int, label: str) -> RingStretch:
         """Take the next stretch. Returns once all ranks have read what it held before.
 
         Raises DivergenceError if another rank reduces something else at this place.
@@ -204,15 +189,9 @@ class StagingComm(Comm):
                 raise CommError(
                     f"{label}: {reason}. Raise the limit, or use set_default_comm('process_group')."
                 ) from reason
-        # A stretch never wraps around the end, since a reduction is one contiguous tensor.
-        start = self._next if self._next + nbytes <= self.ring_nbytes else 0
-        stop = start + nbytes
         # The latest is enough: sums are formed in order, so what came before it is consumed too.
-        latest = 0
-        for each in reversed(self._stretches):
-            if each.start < stop and start < each.stop:
-                latest = each.sequence
-                break
+        start, latest = place_stretch(nbytes, self._next, self.ring_nbytes, self._stretches)
+        stop = start + nbytes
         if self.max_under_way is not None:
             # The reduction that used this one's turn of events and flags (see `device_memory`).
             latest = max(latest, self._sequence + 1 - self.max_under_way)
@@ -220,13 +199,13 @@ class StagingComm(Comm):
             self._wait_consumed(latest, label)
         self._sequence += 1
         self._next = stop
-        stretch = Stretch(self._sequence, start, stop)
+        stretch = RingStretch(self._sequence, start, stop)
         self._stretches.append(stretch)
         return stretch
 
     def _post(
         self,
-        stretch: Stretch,
+        stretch: RingStretch,
         start: int,
         present: Sequence[bool],
         out: Callable[[], torch.Tensor],

@@ -30,6 +30,7 @@ from torch.compiler import is_dynamo_compiling
 
 from fullshard.comm.packing import Scratch
 from fullshard.errors import UnsupportedError
+from fullshard.plan.ways import NUM_TURNS
 from fullshard.process_hooks import raise_heap_threshold, skip_frames
 from fullshard.torch_private import (
     WithoutTransforms,
@@ -42,8 +43,6 @@ from fullshard.torch_private import (
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-_NUM_TURNS = 3  # units whose whole parameters are in memory: one is read, one arrives, one was read
 
 
 class Lane(enum.Enum):
@@ -309,7 +308,7 @@ class Rotation:
         with runtime.on(Lane.ALL_GATHER):
             runtime.wait(after)
             wanted = list(storages)
-            while len(self._turns) > max(0, _NUM_TURNS - 1 - self._num_lent):
+            while len(self._turns) > max(0, NUM_TURNS - 1 - self._num_lent):
                 turn = self._turns.popleft()
                 runtime.wait(turn.read)
                 for memory in turn.memory:

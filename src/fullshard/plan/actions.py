@@ -6,13 +6,12 @@ are over, and not before the host has issued it. Memory comes and goes when the 
 allocator whose memory belongs to the order of the host.
 """
 
-import dataclasses
 import enum
 from typing import NamedTuple
 
 
 class Lane(enum.Enum):
-    """Where an action runs. On the CPU all computing and waiting is HOST's own; see `plan.step`."""
+    """Where an action runs. Without streams, COMPUTE is the host itself."""
 
     COMPUTE = "compute"
     ALL_GATHER = "all-gather"
@@ -32,7 +31,7 @@ class ActionKind(enum.Enum):
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
     COPY = "copy"
-    WAIT = "wait"  # the host waits until what it names is over
+    WAIT = "wait"  # COMPUTE waits for what it is after, and finishes that
     RESHARD = "reshard"
     FENCE = "barrier"
 
@@ -45,29 +44,34 @@ class Holding(enum.Enum):
     FULL_GRADIENTS = "full gradients"
     GRADIENT_SHARDS = "gradient shards"
     OPTIMIZER = "optimizer state"
+    OPTIMIZER_TEMPORARIES = "optimizer's temporaries"  # of a plan alone, while it steps
     COMMUNICATION = "communication"
     ACTIVATIONS = "activations"
     UNMANAGED = "not sharded"
 
 
 class Change(NamedTuple):
-    """Memory that comes (positive) or goes when an action is issued. unit: an index, -1 for none."""
+    """Memory that comes (positive) or goes when an action is issued.
+
+    unit: an index; -1 for none, as of activations, which stretches of several units may share.
+    """
 
     holding: Holding
     nbytes: int
     unit: int = -1
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One thing that the engine starts.
 
     unit: an index into the workload's units; -1 for none. stretch: of FORWARD, RECOMPUTE and BACKWARD.
     nbytes: of a collective, what one rank sends or receives in all: the bytes of the unit's unsharded parameters
         or full gradients as they travel, padding included.
     after: indices of earlier actions that have to be over before it starts.
+    num_ranks: that take part in a collective.
     host_waits: the host goes on only when it is over.
-    changes: memory that comes before it runs, and goes. peak_nbytes: above that, while it runs, and gone after it.
+    changes: memory that comes and goes with it; the first ``num_before`` do so before it runs. peak_nbytes: the most
+        that is in use from then on until it is over, above what was before it; at least what the changes leave.
     """
 
     kind: ActionKind
@@ -76,6 +80,8 @@ class Action:
     stretch: int = -1
     nbytes: int = 0
     after: tuple[int, ...] = ()
+    num_ranks: int = 0
     host_waits: bool = False
     changes: tuple[Change, ...] = ()
+    num_before: int = 0
     peak_nbytes: int = 0

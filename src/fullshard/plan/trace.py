@@ -15,18 +15,42 @@ import dataclasses
 import enum
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 from fullshard.errors import FullshardError
 from fullshard.json_files import as_typed, read_json
+from fullshard.plan.actions import Holding
 
 SCHEMA = "fullshard-trace/1"
 NO_UNIT = -1  # in place of a unit's index: the span belongs to no unit
+CATEGORIES = (
+    Holding.SHARDS.value,
+    Holding.OPTIMIZER.value,
+    Holding.GRADIENT_SHARDS.value,  # and what is kept for them
+    Holding.COMMUNICATION.value,
+    Holding.UNSHARDED.value,
+    Holding.FULL_GRADIENTS.value,
+    "saved for backward",
+    "other",
+)
+"""What each sample of a recording has bytes of."""
+TEMPORARY = "temporary results"
+"""What a plan has beside them: what kernels need while they run, and what activation checkpointing computes again.
+
+In a recording it is in "other", on the CPU nowhere."""
 
 
 class TraceError(FullshardError, ValueError):
-    """A file that is not a trace which this version reads, or a trace that contradicts itself."""
+    """A file that is not a trace which this version reads, or a trace that contradicts itself.
+
+    trouble: what is wrong, without the advice: a sentence that says what to do.
+    """
+
+    def __init__(self, trouble: str, advice: str = "") -> None:
+        super().__init__(f"{trouble}. {advice}" if advice else trouble)
+        self.trouble = trouble
 
 
 class Kind(enum.Enum):
@@ -181,11 +205,12 @@ class RankTrace:
         """
         path = folder / f"rank{self.rank:05d}.json"
         partial = path.with_suffix(".part")
-        partial.write_text(json.dumps(self._as_json(), separators=(",", ":")), encoding="utf-8")
+        partial.write_text(json.dumps(self.as_json(), separators=(",", ":")), encoding="utf-8")
         partial.replace(path)
         return path
 
-    def _as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
+        """Return what `trace_of` reads."""
         kinds = list(Kind)
         return {
             "schema": SCHEMA,
@@ -235,10 +260,14 @@ def read_trace(path: Path) -> RankTrace:
 
     def refuse(why: str) -> TraceError:
         return TraceError(
-            f"{path}: cannot be read as a trace: {why}. Record it again with `fullshard.trace`."
+            f"{path}: cannot be read as a trace: {why}", "Record it again with `fullshard.trace`."
         )
 
-    fields = read_json(path, dict[str, Any], refuse)
+    return trace_of(read_json(path, dict[str, Any], refuse), refuse)
+
+
+def trace_of(fields: dict[str, Any], refuse: Callable[[str], Exception]) -> RankTrace:
+    """Return the trace that `RankTrace.as_json` gave. refuse: makes the error to raise, of what is wrong."""
     if fields.get("schema") != SCHEMA:
         raise refuse(f"its schema is {fields.get('schema')!r:.60}, not {SCHEMA!r}")
     found = as_typed(fields, _File, refuse)

@@ -6,7 +6,8 @@ that are units, and a head:
 
     Enter(0) Run(0) Enter(1) Run(1) Leave(1) Enter(2) Run(2) Leave(2) Run(3) Leave(0)
 
-The backward runs the stretches from the last to the first. `planning.traced` makes workloads from a module,
+What runs after the last `Leave` is the loss; nothing runs between two that leave with one and the same tensor. The
+backward runs the stretches from the last to the first. `planning.traced` makes workloads from a module,
 `planning.shapes` from the sizes of a transformer; `plan.step` makes the schedule of a step from one.
 """
 
@@ -23,6 +24,7 @@ class WorkKind(enum.Enum):
     MATMUL = "matmul"
     ATTENTION = "attention"
     MEMORY = "memory"  # elementwise, norms, softmax, copies, embeddings: bytes alone
+    EXCHANGE = "exchange"  # between ranks that share a layer or its experts, in line with computing
 
 
 class Work(NamedTuple):
@@ -30,7 +32,7 @@ class Work(NamedTuple):
 
     flops: of one of them; a multiplication and an addition are two. nbytes: that one reads and writes.
     shape: of a matmul (m, n, k), that is (m, k) times (k, n); of attention (batch x heads, sequence, head
-    size); of others zeros. dtype: of its inputs, as torch names it ("bfloat16", "float8_e4m3fn").
+    size); of an exchange its ranks and the distance of neighbours among them; of others zeros. dtype: of its inputs, as torch names it ("bfloat16", "float8_e4m3fn").
     count: how many kernels. name: of the operator, for reports.
     """
 
@@ -39,7 +41,7 @@ class Work(NamedTuple):
     nbytes: float
     shape: tuple[int, int, int] = (0, 0, 0)
     dtype: str = "float32"
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]  # tuples have a method of this name
     name: str = ""
 
 
@@ -47,50 +49,61 @@ class Work(NamedTuple):
 class Stretch:
     """What is computed between two events of a forward, and again or after it in backward.
 
+    Bytes are what the stretch adds to what is in use before it, parameters aside. So they add up over stretches,
+    whoever made a tensor and whoever uses it last:
+
+        before a forward        L
+        after it                L + saved_nbytes; at most L + forward_peak_nbytes meanwhile
+        before its backward     M: the gradients of its outputs are in it
+        after a recomputation   M + recomputed_nbytes; at most M + recomputed_peak_nbytes meanwhile
+        in its backward         at most M + recomputed_nbytes + backward_peak_nbytes
+        after it                M - freed_nbytes, and gradient_nbytes, which its unit has from there on
+
     forward, recomputed, backward: the kernels of the forward, of those that activation checkpointing runs
         again when its backward begins, and of the backward.
-    saved_nbytes: activations that it keeps from its forward until its backward is over.
-    forward_peak_nbytes: the most that is in use during its forward above what was before, saved ones included.
-    recomputed_nbytes: activations that recomputation brings back, in use until its backward is over.
-    recomputed_peak_nbytes: the most that is in use while it computes them, above what was before.
-    backward_peak_nbytes: the most that is in use during its backward, recomputation aside, above what was before:
-        the gradients of parameters that this stretch makes are in it from when they are made, and what it has
-        used up is not in it any more.
+    saved_nbytes, freed_nbytes: all stretches together free what they have saved. Both may be negative.
+    backward_peak_nbytes: with the gradients of parameters that this stretch makes, from when they are made.
     gradient_nbytes: of the full gradients of parameters that its backward leaves (0 for those that an earlier
         stretch of the same backward has left already).
-    output_nbytes: of what it hands on to the next stretch. In backward this is the size of the gradient that it
-        is given, which is among what was there before.
     """
 
     forward: tuple[Work, ...]
     backward: tuple[Work, ...]
     recomputed: tuple[Work, ...] = ()
     saved_nbytes: int = 0
+    freed_nbytes: int = 0
     forward_peak_nbytes: int = 0
     recomputed_nbytes: int = 0
     recomputed_peak_nbytes: int = 0
     backward_peak_nbytes: int = 0
     gradient_nbytes: int = 0
-    output_nbytes: int = 0
 
 
 class Enter(NamedTuple):
-    """The forward of a unit's module begins."""
+    """The forward of a unit's module begins.
+
+    is_differentiable: an input requires a gradient, which tells when the backward of this forward is over.
+    """
 
     unit: int
+    is_differentiable: bool = True
 
 
 class Run(NamedTuple):
-    """A stretch is computed. stretch: its index in the workload. unit: the innermost one that runs."""
+    """A stretch is computed. stretch: its index in the workload. unit: the innermost one that runs, -1 for the loss."""
 
     stretch: int
     unit: int
 
 
 class Leave(NamedTuple):
-    """The forward of a unit's module ends."""
+    """The forward of a unit's module ends.
+
+    is_differentiable: an output requires a gradient, so the unit takes part in backward.
+    """
 
     unit: int
+    is_differentiable: bool = True
 
 
 Event = Enter | Run | Leave

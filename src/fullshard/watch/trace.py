@@ -36,6 +36,7 @@ from fullshard.errors import StateError
 from fullshard.host import boot_id
 from fullshard.optim.shard_step import num_dtensors_of
 from fullshard.plan.trace import (
+    CATEGORIES,
     NO_UNIT,
     Clock,
     Kind,
@@ -49,7 +50,7 @@ from fullshard.plan.trace import (
     trace_files,
 )
 from fullshard.process_hooks import COLLECTIONS
-from fullshard.watch.trace_memory import CATEGORIES, MemoryMeter
+from fullshard.watch.trace_memory import MemoryMeter
 
 Moment = int | torch.Event
 
@@ -157,6 +158,8 @@ class Tracer(Observer):
         self._labels.end()
         if kind is Kind.ALL_GATHER:
             self._meter.count_unsharded(self._units[unit])
+            # The pass that began has freed what nobody used.
+            self._meter.count_gradient_shards(self._units[unit])
         elif kind in (Kind.REDUCE_SCATTER, Kind.WAIT_REDUCE_SCATTER):
             self._meter.count_full_gradients(self._units[unit])
             self._meter.count_gradient_shards(self._units[unit])

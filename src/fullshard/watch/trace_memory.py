@@ -15,19 +15,9 @@ from torch import nn
 
 from fullshard.engine.unit import Unit, comms_of
 from fullshard.optim.shard_step import state_memory
+from fullshard.plan.trace import CATEGORIES
 from fullshard.torch_private import local_part
-from fullshard.watch.memory import MemoryCategory
 
-CATEGORIES = (
-    MemoryCategory.SHARDS.value,
-    MemoryCategory.OPTIMIZER.value,
-    MemoryCategory.GRADIENT_SHARDS.value,  # and what is kept for them
-    MemoryCategory.COMMUNICATION.value,
-    MemoryCategory.UNSHARDED.value,
-    MemoryCategory.FULL_GRADIENTS.value,
-    "saved for backward",
-    "other",
-)
 (_SHARDS, _OPTIMIZER, _GRADIENT_SHARDS, _COMMUNICATION, _UNSHARDED, _FULL_GRADIENTS, _SAVED, _) = (
     range(len(CATEGORIES))
 )

@@ -32,11 +32,11 @@ from fullshard.engine.restoring import naming_lack
 from fullshard.engine.runtime import no_grad, outside_transforms
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
+from fullshard.plan.ways import COPIED_WORDS
 from fullshard.torch_private import are_transforms_active
 
 # Passes of a kind that are watched, counted from 0: the first two, and more and more rarely later.
 _WATCHED = frozenset({0, 1, 32, 1024, 32768})
-_MAX_COPIED = 4096  # a shard of up to so many words is copied, which takes less time than sums
 
 
 class _Watched:
@@ -145,9 +145,9 @@ class _Sample:
         # Not inference tensors, even if made in an inference pass: training passes write to them.
         with torch.inference_mode(False):
             words = [words_of(tensor) for tensor in unit.params.shard_memory if tensor.numel()]
-            self.views = [each for each in words if each.numel() <= _MAX_COPIED]
+            self.views = [each for each in words if each.numel() <= COPIED_WORDS]
             self.before = [torch.empty_like(view) for view in self.views]
-            self.large = [each for each in words if each.numel() > _MAX_COPIED]
+            self.large = [each for each in words if each.numel() > COPIED_WORDS]
             self.sums: list[torch.Tensor] = []
 
     def take(self) -> None:

@@ -32,6 +32,7 @@ from fullshard.engine.guard.uses import python_uses
 from fullshard.engine.params.flat import show_gradient
 from fullshard.engine.params.managed import ManagedParameter, ShardHolder
 from fullshard.engine.runtime import Runtime
+from fullshard.plan.gradient_buckets import wire_dtype
 from fullshard.plan.layout import BucketLayout
 from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import UnitConfig
@@ -139,18 +140,6 @@ def make_recipe(
         ),
         is_deposited=not has_more_to_do,
     )
-
-
-def wire_dtype(
-    bucket: BucketLayout, reduce_dtype: torch.dtype, *, accumulated: bool
-) -> torch.dtype:
-    """Return the dtype that travels over the shard axis: see the table above.
-
-    accumulated: whether gradients are sums of several backwards, in the reduce dtype.
-    """
-    if accumulated or reduce_dtype.itemsize <= bucket.compute_dtype.itemsize:
-        return reduce_dtype
-    return bucket.compute_dtype
 
 
 def _scaling(

@@ -22,10 +22,10 @@ from fullshard.engine.gradients.bucket import BucketGradients, GradientShards, R
 from fullshard.engine.observer import Observer
 from fullshard.engine.runtime import Lane, Runtime, no_grad
 from fullshard.plan.trace import Kind
+from fullshard.plan.ways import MAX_REPLICATED
 from fullshard.policies import UnitConfig
 
 _BLOCK_NUMEL = 1 << 16  # so many elements stay in cache
-_MAX_REPLICATED = 2  # sums over replicas in scratch that may be under way when the next one begins
 
 
 class ReducedUnit(Protocol):
@@ -94,9 +94,8 @@ class UnitReduction(NamedTuple):
     @property
     def temporaries(self) -> list[torch.Tensor]:
         """Everything else that the reduction holds: scratch, what travels, full gradients."""
-        is_finished = self.end is not None
-        buckets = () if is_finished else self.buckets
-        totals = (item.total for item, _ in buckets if item.shards is None)
+        # With streams, also what was copied to gradients: it is held until the release.
+        totals = (item.total for item, _ in self.buckets if item.shards is None)
         sources = (tensor for _, reduction in self.buckets for tensor in reduction.tensors)
         return [each for each in (*totals, *sources, *self.grads) if each is not None]
 
@@ -169,7 +168,7 @@ class ReductionQueue:
             for each in self._replicated
             if any(item.shards is None for item, _ in each.buckets)
         ]
-        for oldest in scratch[:-_MAX_REPLICATED]:
+        for oldest in scratch[:-MAX_REPLICATED]:
             with oldest.unit.runtime.on(Lane.REDUCE):
                 oldest.unit.runtime.wait(oldest.end)
             self._replicated = [each for each in self._replicated if each is not oldest]

@@ -37,7 +37,6 @@ planned for, and the compute dtype before the first. So they have to come in one
 as in PyTorch; a ``reduce_dtype`` makes that certain.
 """
 
-import dataclasses
 import itertools
 import operator
 import warnings
@@ -56,17 +55,21 @@ from fullshard.engine.gradients.bucket import (
     PartialSum,
     Recipe,
     make_recipe,
-    wire_dtype,
 )
 from fullshard.engine.gradients.queue import BucketReduction, ReducedUnit, UnitReduction
-from fullshard.engine.params.buffers import KEPT_NBYTES
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.runtime import Lane, Runtime, no_grad
-from fullshard.plan.builders import rows_layout
-from fullshard.plan.gradient_dtypes import GradientDtypes, common_dtype, reduce_dtypes
-from fullshard.plan.layout import BucketLayout, ParamSpec, UnitLayout
+from fullshard.plan.gradient_buckets import (
+    GradientBucket,
+    flat_buckets,
+    rows_buckets,
+    wire_dtype,
+)
+from fullshard.plan.gradient_dtypes import GradientDtypes
+from fullshard.plan.layout import ParamSpec, UnitLayout
 from fullshard.plan.mesh import MeshPlan
 from fullshard.plan.trace import Kind
+from fullshard.plan.ways import KEPT_NBYTES
 from fullshard.policies import UnitConfig
 
 _NONES = itertools.repeat(None)
@@ -446,49 +449,18 @@ class BucketChoice:
         self.large += [each for each in buckets if each.bucket.shard_nbytes > KEPT_NBYTES]
         return buckets
 
-    def _divide(
-        self, trainable: Sequence[int]
-    ) -> list[tuple[BucketLayout, list[int], torch.dtype]]:
-        """Return the buckets of some parameters, each with its parameters' indices and reduce dtype.
-
-        trainable: indices, ascending. A flat bucket is reduced as a whole if anything in it is
-        trainable, so that every piece of a gradient lies as the piece of the parameter does.
-        """
+    def _divide(self, trainable: Sequence[int]) -> list[GradientBucket]:
+        """Return the buckets of some parameters. trainable: their indices, ascending."""
         if self.flat_layout is not None:
-            flat = [
-                (each, [param.index for param in each.params]) for each in self.flat_layout.buckets
-            ]
-            return [
-                (each, indices, self._dtypes[indices[0]].reduced)
-                for each, indices in flat
-                if not set(indices).isdisjoint(trainable)
-            ]
-        reduced = reduce_dtypes(
-            [self._specs[index].dtype for index in trainable],
-            [self._dtypes[index].reduced for index in trainable],
+            return flat_buckets(self.flat_layout, self._dtypes, trainable)
+        return rows_buckets(
+            self._specs,
+            self._dtypes,
+            trainable,
+            shard_size=self._mesh.shard_size,
+            rule=self.shard_comm.rule,
+            joins_dtypes=self.shard_comm.joins_dtypes,
         )
-        # The dtypes of gradients decide which of them travel together.
-        full = [self._dtypes[index].full for index in trainable]
-        shard = [
-            self._dtypes[index].shard or dtype
-            for index, dtype in zip(trainable, reduced, strict=True)
-        ]
-        if self.shard_comm.joins_dtypes:
-            full = reduce_dtypes(shard, full)
-        specs = [
-            dataclasses.replace(self._specs[index], dtype=s, compute_dtype=f)
-            for index, f, s in zip(trainable, full, shard, strict=True)
-        ]
-        layout = rows_layout(specs, shard_size=self._mesh.shard_size, rule=self.shard_comm.rule)
-        # This layout counts the trainable parameters alone; map its indices back to the unit's.
-        return [
-            (
-                each,
-                [trainable[param.index] for param in each.params],
-                common_dtype(reduced[param.index] for param in each.params),
-            )
-            for each in layout.buckets
-        ]
 
     def plan(self, bucket: BucketGradients, unit: ReducedUnit, *, accumulated: bool) -> Recipe:
         """Plan how a bucket is reduced by the unit's configuration of now.

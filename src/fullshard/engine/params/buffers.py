@@ -50,10 +50,8 @@ from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.engine.runtime import Lane, Runtime
 from fullshard.plan.builders import regroup
 from fullshard.plan.layout import BucketLayout, UnitLayout
+from fullshard.plan.ways import KEPT_NBYTES
 from fullshard.torch_private import storage_uses
-
-# Up to this size, a buffer in host memory costs more to free and fault in again than to keep.
-KEPT_NBYTES = 1 << 20
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,0 +1,312 @@
+"""The gradients of a planned step: kept, reduced, and given to shards, in the order of `gradients.queue`."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from fullshard.plan.actions import Action, ActionKind, Change, Holding, Lane
+from fullshard.plan.ledger import RegionLedger, RingLedger, ScratchLedger
+from fullshard.plan.step_state import ActionLog, UnitState
+from fullshard.plan.unit_plan import Sharding
+from fullshard.plan.ways import KEPT_NBYTES, MAX_REPLICATED, PEER_MEMORY, ReduceMemory, ring_nbytes
+
+
+@dataclasses.dataclass
+class _Flight:
+    """A reduction from its start to its release.
+
+    was_summed: of sums of several backwards.
+    start, end: the actions that start it, and after which it may be released.
+    finish: what changes when its reduce-scatter is over. held_nbytes: of full gradients that are read until then, or
+        with streams until its release.
+    blocks: scratch blocks that were taken. totals: those with sums, by bucket.
+    staged: the numbers of reductions in a ring whose sums are not formed yet, by bucket.
+    """
+
+    unit: UnitState
+    was_summed: bool
+    start: int = -1
+    end: int = -1
+    finish: list[Change] = dataclasses.field(default_factory=list)
+    held_nbytes: int = 0
+    blocks: list[int] = dataclasses.field(default_factory=list)
+    totals: dict[int, int] = dataclasses.field(default_factory=dict)
+    staged: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+class Reductions:
+    """Reduces gradients of units.
+
+    max_under_way: how many reductions may hold memory, as long as the oldest of them is finished.
+    """
+
+    def __init__(
+        self,
+        log: ActionLog,
+        regions: RegionLedger,
+        sharding: Sharding,
+        units: Iterable[UnitState],
+        *,
+        max_under_way: int,
+    ) -> None:
+        self._log, self._regions, self._sharding = log, regions, sharding
+        self._way, self._has_streams = sharding.shard_way, log.has_streams
+        self._max_under_way = max_under_way
+        self._has_replicas = sharding.replicate_size > 1
+        self._runs_beside = log.has_streams or self._way.overlaps
+        self._scratch = ScratchLedger(keeps=not log.has_streams)
+        staged = [nbytes for unit in units for nbytes in unit.plan.staged]
+        self.ring = RingLedger(ring_nbytes(staged) if self._way is PEER_MEMORY else 0)
+        self._started: collections.deque[_Flight] = collections.deque()
+        self._finished: collections.deque[_Flight] = collections.deque()
+        self._replicated: list[_Flight] = []  # summed over replicas, on a lane of their own
+        self._wait_for: list[int] = []  # what the next reduce-scatter waits for
+
+    # What a pass does with gradients
+
+    def free_unused(self, unit: UnitState) -> None:
+        """Free large gradient memory that nobody uses, since activations need the room. Pinned memory stays."""
+        if self._sharding.offloads:
+            return
+        for number in [*unit.pooled]:
+            nbytes = unit.plan.buckets[number].shard_nbytes
+            if nbytes > KEPT_NBYTES:
+                unit.pooled.remove(number)
+                self._log.carry([unit.change(Holding.GRADIENT_SHARDS, -nbytes)])
+
+    def accumulate(self, unit: UnitState) -> None:
+        """Keep full gradients, added up, for a later reduction."""
+        full, unit.full_nbytes = unit.full_nbytes, 0
+        if not full:
+            return
+        sums = 0 if unit.sums_nbytes else unit.plan.sums_nbytes
+        gone = unit.change(Holding.FULL_GRADIENTS, -full)
+        come = unit.change(Holding.FULL_GRADIENTS, sums)
+        # Often the sum is the gradient itself.
+        is_itself = sums == full and not self._sharding.is_flat
+        self._log.carry([gone, come] if is_itself else [come, gone])
+        unit.sums_nbytes, unit.is_holding = unit.plan.sums_nbytes, True
+
+    def reduce(self, unit: UnitState) -> None:
+        """Start reducing full gradients, with what was accumulated, and finish older reductions."""
+        if self._way.overlaps:
+            self.finish()  # its memory serves this one
+        self._wait_for += [each.end for each in self._replicated if each.unit is unit]
+        if not (unit.is_holding or unit.full_nbytes):
+            return
+        flight = _Flight(unit, was_summed=unit.is_holding)
+        nbytes = self._take_sums(unit) if unit.is_holding else unit.full_nbytes
+        unit.full_nbytes = 0
+        if unit.plan.is_handed_over:
+            self._hand_over(unit, nbytes)
+            return
+        self._start(flight, nbytes)
+        self._started.append(flight)
+        self.finish(keep=0 if self._has_streams else 1)
+
+    def zero(self, unit: UnitState) -> list[Change]:
+        """Drop the gradients of shards; return what that changes."""
+        handed, unit.handed_nbytes = unit.handed_nbytes, 0
+        unit.pooled |= unit.with_gradient
+        unit.with_gradient = set()
+        return [unit.change(Holding.GRADIENT_SHARDS, -handed)]
+
+    def _take_sums(self, unit: UnitState) -> int:
+        """Return the bytes of sums that are freed once they were read."""
+        self.accumulate(unit)
+        unit.is_holding = False
+        if not self._runs_beside:
+            return 0  # where nothing else comes and goes that is as large, their pages stay
+        nbytes, unit.sums_nbytes = unit.sums_nbytes, 0
+        return nbytes
+
+    def _hand_over(self, unit: UnitState, nbytes: int) -> None:
+        """Let full gradients be those of the shards, or add them to these."""
+        self._log.carry([unit.change(Holding.FULL_GRADIENTS, -nbytes)])
+        if nbytes and not unit.handed_nbytes:
+            unit.handed_nbytes = unit.plan.handed_nbytes
+            self._log.carry([unit.change(Holding.GRADIENT_SHARDS, unit.handed_nbytes)])
+
+    # Starting
+
+    def _start(self, flight: _Flight, full_nbytes: int) -> None:
+        """Start reduce-scatters. full_nbytes: of full gradients, which are freed when they were read."""
+        unit, changes, held = flight.unit, [], 0
+        memories = [each.summed if flight.was_summed else each.first for each in unit.plan.buckets]
+        for number, memory in enumerate(memories):
+            if self._way is PEER_MEMORY:
+                changes += self._stage(flight, number)
+            else:
+                changes += self._take_total(flight, number)
+            changes += self._take_staging(flight, memory)
+            held += memory.held_nbytes
+        if (
+            self._has_streams
+        ):  # the lane finishes it at once, but compute may not free what it reads
+            changes += flight.finish
+            flight.finish, held = [], full_nbytes
+            changes += [] if self._has_replicas else self._deposit(flight)
+        flight.held_nbytes = min(held, full_nbytes)
+        changes.append(unit.change(Holding.FULL_GRADIENTS, flight.held_nbytes - full_nbytes))
+        after, self._wait_for = (self._log.last, *self._wait_for), []
+        flight.start = flight.end = self._log.issue(
+            Action(
+                ActionKind.REDUCE_SCATTER,
+                Lane.REDUCE_SCATTER if self._runs_beside else Lane.COMPUTE,
+                unit.number,
+                nbytes=sum(memory.sent_nbytes for memory in memories),
+                num_ranks=self._sharding.shard_size,
+                after=after if self._has_streams else (),
+            ),
+            changes,
+        )
+        if self._sharding.offloads and not self._has_replicas:
+            flight.end = self._copy_out(unit, flight.start, Lane.REDUCE_SCATTER)
+
+    def _copy_out(self, unit: UnitState, after: int, lane: Lane) -> int:
+        """Copy sums to gradients in host memory; return the action."""
+        nbytes = sum(bucket.shard_nbytes for bucket in unit.plan.buckets)
+        copy = Action(ActionKind.COPY, lane, unit.number, nbytes=nbytes, after=(after,))
+        return self._log.issue(copy)
+
+    def _stage(self, flight: _Flight, number: int) -> list[Change]:
+        """Stage a bucket in the ring, for which earlier sums may have to be formed."""
+        plan = flight.unit.plan
+        claim = self.ring.claim((plan.staged_sums if flight.was_summed else plan.staged)[number])
+        changes = self._form_sums([*self._started, flight], through=claim.first)
+        flight.staged[number] = claim.sequence
+        return [*changes, Change(Holding.COMMUNICATION, claim.grown)]
+
+    def _form_sums(self, flights: Iterable[_Flight], *, through: float = math.inf) -> list[Change]:
+        """Form sums of what is staged in the ring, through a reduction."""
+        changes = []
+        for flight in flights:
+            for number, sequence in [*flight.staged.items()]:
+                if sequence <= through:
+                    del flight.staged[number]
+                    changes += self._take_total(flight, number)
+        return changes
+
+    def _take_total(self, flight: _Flight, number: int) -> list[Change]:
+        """Take memory for a bucket's sum over the shard axis."""
+        unit, bucket = flight.unit, flight.unit.plan.buckets[number]
+        if bucket.is_final and number not in unit.with_gradient:
+            return self._take_shards(unit, number)
+        block, grown = self._scratch.take(bucket.total_nbytes)
+        flight.totals[number] = block
+        return [unit.change(Holding.COMMUNICATION, grown)]
+
+    def _take_shards(self, unit: UnitState, number: int) -> list[Change]:
+        """Take memory for a bucket's gradients: what was kept, or new."""
+        if number in unit.pooled or self._sharding.offloads:  # not on the device
+            unit.pooled.discard(number)
+            return []
+        return [unit.change(Holding.GRADIENT_SHARDS, unit.plan.buckets[number].shard_nbytes)]
+
+    def _take_staging(self, flight: _Flight, memory: ReduceMemory) -> list[Change]:
+        """Take what a reduce-scatter needs until it is over."""
+        grown = memory.copied_nbytes + self._regions.take("reduce", memory.region)
+        for nbytes in memory.scratch_nbytes:
+            block, more = self._scratch.take(nbytes)
+            flight.blocks.append(block)
+            grown += more
+        given = self._regions.give("reduce", memory.region) - memory.copied_nbytes
+        flight.finish.append(flight.unit.change(Holding.COMMUNICATION, given))
+        return [flight.unit.change(Holding.COMMUNICATION, grown)]
+
+    def _deposit(self, flight: _Flight) -> list[Change]:
+        """Give sums to the sharded parameters."""
+        unit, changes = flight.unit, []
+        for number in range(len(unit.plan.buckets)):
+            if number in flight.totals and number not in unit.with_gradient:
+                changes += self._take_shards(unit, number)
+            if number in flight.totals and not self._has_streams:
+                grown = self._scratch.give(flight.totals.pop(number))
+                changes.append(unit.change(Holding.COMMUNICATION, grown))
+            unit.with_gradient.add(number)
+        return changes
+
+    # Finishing and releasing
+
+    def finish(self, *, keep: int = 0) -> None:
+        """Finish all reductions but the last ones."""
+        while len(self._started) > keep:
+            flight = self._started.popleft()
+            if self._has_streams:
+                self._finish_on_lanes(flight)
+            else:
+                self._finish_on_host(flight)
+        while self._finished and len(self._finished) + len(self._started) > self._max_under_way:
+            self._wait(self._finished.popleft())
+        scratch = [each for each in self._replicated if each.totals]
+        for oldest in scratch[:-MAX_REPLICATED]:
+            self._wait_for.append(oldest.end)
+            self._log.carry(self._drop_totals(oldest))
+            self._replicated.remove(oldest)
+
+    def release(self) -> None:
+        """Let COMPUTE wait for all reductions, which are finished."""
+        for flight in (*self._finished, *self._replicated):
+            self._wait(flight, host_waits=self._sharding.offloads)
+        self._finished.clear()
+        self._replicated.clear()
+        self._wait_for.clear()  # what COMPUTE has waited for is over
+
+    def _finish_on_host(self, flight: _Flight) -> None:
+        unit, changes = flight.unit, self._form_sums([flight])
+        changes += [*flight.finish, unit.change(Holding.FULL_GRADIENTS, -flight.held_nbytes)]
+        for block in flight.blocks:
+            self._scratch.give(block)
+        changes += [] if self._has_replicas else self._deposit(flight)
+        wait = Action(ActionKind.WAIT, Lane.COMPUTE, unit.number, after=(flight.start,))
+        self._log.issue(wait, changes)
+        if self._has_replicas:
+            self._all_reduce(flight)
+
+    def _finish_on_lanes(self, flight: _Flight) -> None:
+        if self._has_replicas:  # from here on two: what was read, and what is summed over replicas
+            flight.end = self._all_reduce(flight)
+            if self._sharding.offloads:
+                flight.end = self._copy_out(flight.unit, flight.end, Lane.ALL_REDUCE)
+            self._replicated.append(dataclasses.replace(flight, held_nbytes=0))
+            flight = dataclasses.replace(flight, end=flight.start, totals={})
+        self._finished.append(flight)
+
+    def _all_reduce(self, flight: _Flight) -> int:
+        """Sum over replicas; return the action."""
+        unit, buckets = flight.unit, flight.unit.plan.buckets
+        runs_beside = self._has_streams or self._sharding.all_reduce_way.overlaps
+        casts = sum(bucket.cast_nbytes for bucket in buckets)
+        return self._log.issue(
+            Action(
+                ActionKind.ALL_REDUCE,
+                Lane.ALL_REDUCE if runs_beside else Lane.COMPUTE,
+                unit.number,
+                nbytes=sum(bucket.all_reduced_nbytes for bucket in buckets),
+                num_ranks=self._sharding.replicate_size,
+                after=(flight.start,),
+                host_waits=not self._has_streams,
+            ),
+            [
+                unit.change(Holding.COMMUNICATION, casts),
+                unit.change(Holding.COMMUNICATION, -casts),
+                *self._deposit(flight),
+            ],
+        )
+
+    def _wait(self, flight: _Flight, *, host_waits: bool = False) -> None:
+        """Let COMPUTE wait for a reduction, and free what it has read. host_waits: the host, too."""
+        held = flight.unit.change(Holding.FULL_GRADIENTS, -flight.held_nbytes)
+        wait = Action(
+            ActionKind.WAIT,
+            Lane.COMPUTE,
+            flight.unit.number,
+            after=(flight.end,),
+            host_waits=host_waits,
+        )
+        self._log.issue(wait, [held, *self._drop_totals(flight)])
+
+    def _drop_totals(self, flight: _Flight) -> list[Change]:
+        nbytes = sum(self._scratch.give(block) for block in flight.totals.values())
+        return [flight.unit.change(Holding.COMMUNICATION, nbytes)]

@@ -1,0 +1,388 @@
+"""A planned step and the one that the engine executes: the same collectives, in the same order, and the same memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.utils.checkpoint import checkpoint
+
+import fullshard
+from bench.tensor_bytes import LiveTensors
+from fullshard.plan.actions import ActionKind, Holding
+from fullshard.plan.simulator import follow_memory
+from fullshard.plan.step import OptimizerPlan, StepSettings, plan_step
+from fullshard.plan.unit_plan import Sharding
+from fullshard.plan.ways import PEER_MEMORY
+from fullshard.planning.traced import Example, TraceOptions, trace_workload
+from tests import planned
+from tests.api import Api
+from tests.harness import mesh_of, on_ranks, rank, world_size
+from tests.models import (
+    BATCH,
+    PROBLEMS,
+    MixedDtypes,
+    PartlyFrozen,
+    Problem,
+    Transformer,
+    make_problem,
+)
+from tests.selection import repeats
+
+pytestmark = pytest.mark.ours("not part of the API")
+
+WATCHED = 2  # passes that the engine watches, in which it gathers nothing early
+
+
+@dataclass(frozen=True)
+class Case:
+    """Settings of a run. mesh: (replicate, shard) or (shard,). num_microbatches, reduces_each: of `StepSettings`."""
+
+    problem: str = "transformer"
+    mesh: tuple[int, ...] = (2,)
+    reshard: bool | int | None = None
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    num_microbatches: int = 1
+    reduces_each: bool = False
+    keeps_between: bool = False
+    is_flat: bool = False
+    backward_prefetch: Literal["pre", "post"] | None = "pre"
+
+    def __str__(self) -> str:
+        changed = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
+        return ",".join(f"{f.name}={getattr(self, f.name)}" for f in changed) or "default"
+
+
+class Twice(nn.Module):
+    """Runs one layer twice. (n, 8) -> same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.last = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layers in turn."""
+        return self.last(self.shared(self.shared(self.first(x)).tanh()))
+
+
+class Checkpointed(nn.Module):
+    """Blocks of layers, each of which is computed again in backward. (n, 8) -> same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = lambda: (nn.LayerNorm(8), nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 8))  # noqa: E731
+        self.blocks = nn.ModuleList(nn.Sequential(*layers()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the blocks in turn."""
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def _problem(name: str) -> Problem:
+    """Build a problem: one of the parity models, or one for a case that they do not have."""
+    torch.manual_seed(1)
+    x, y = torch.randn(BATCH, 8), torch.randn(BATCH, 8)
+    match name:
+        case "nested":
+            problem = make_problem("moe")
+            blocks = problem.units
+            inner = [block.feed_forward for block in blocks]
+            experts = [each for block in blocks for each in block.feed_forward.experts]
+            return problem._replace(units=[*experts, *inner, *blocks])
+        case "partly_frozen":
+            frozen = PartlyFrozen()
+            return Problem(frozen, x, y, [frozen.frozen, frozen.mixed])
+        case "mixed_dtypes":
+            return Problem(MixedDtypes(), x, y, [])
+        case "twice":
+            twice = Twice()
+            return Problem(twice, x, y, [twice.first, twice.shared])
+        case "checkpointed":  # the units are within what is computed again
+            model = Checkpointed()
+            return Problem(model, x, y, [*model.blocks])
+        case "checkpointed_parts":
+            model = Checkpointed()
+            return Problem(
+                model,
+                x,
+                y,
+                [part for block in model.blocks for part in (block[1], block[3], block)],
+            )
+    return make_problem(name)
+
+
+def _shard(api: Api, case: Case, problem: Problem) -> Any:
+    if case.is_flat:
+        strategy = api.ShardingStrategy
+        prefetch = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST"}.get(
+            case.backward_prefetch or ""
+        )
+        return api.FullyShardedDataParallel(
+            problem.model,
+            auto_wrap_policy=CustomPolicy(lambda module: module in problem.units),
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+            sharding_strategy=strategy.SHARD_GRAD_OP
+            if case.reshard is False
+            else strategy.FULL_SHARD,
+            backward_prefetch=prefetch and api.BackwardPrefetch[prefetch],
+            mixed_precision=api.MixedPrecision(case.param_dtype, case.reduce_dtype),
+        )
+    options: dict[str, Any] = {
+        "mesh": mesh_of(*case.mesh),
+        "reshard_after_forward": case.reshard,
+        "mp_policy": api.MixedPrecisionPolicy(case.param_dtype, case.reduce_dtype),
+    }
+    for unit in problem.units:
+        api.fully_shard(unit, **options)
+    return api.fully_shard(problem.model, **options)
+
+
+def _settings(api: Api, case: Case) -> StepSettings:
+    replicate_size, shard_size = (1, *case.mesh)[-2:]
+    way = PEER_MEMORY if api.name == "peer_memory" else planned.process_group.GLOO
+    sharding = Sharding(
+        shard_size,
+        way,
+        shard_rank=rank() % shard_size,
+        replicate_size=replicate_size,
+        is_flat=case.is_flat,
+        reduce_dtype=case.reduce_dtype,
+    )
+    return StepSettings(
+        sharding,
+        reshard_after_forward=case.reshard,
+        forward_prefetch=not case.is_flat,
+        backward_prefetch=case.backward_prefetch,
+        num_microbatches=case.num_microbatches,
+        reduces_each=case.reduces_each,
+        keeps_between=case.keeps_between,
+        optimizer=OptimizerPlan(),
+    )
+
+
+def _train(case: Case, model: Any, optimizer: Any, problem: Problem) -> None:
+    """Run one step."""
+    for number in range(case.num_microbatches):
+        reduces = case.reduces_each or number == case.num_microbatches - 1
+        if not case.is_flat:
+            model.set_requires_gradient_sync(reduces)
+            model.set_reshard_after_backward(reduces or not case.keeps_between)
+        with model.no_sync() if case.is_flat and not reduces else contextlib.nullcontext():
+            problem.loss(model(problem.inputs), problem.targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _compare(api: Api, case: Case) -> None:
+    with planned.fresh_pools(), planned.small_limits():
+        problem = _problem(case.problem)
+        model = _shard(api, case, problem)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(WATCHED + 2):
+            _train(case, model, optimizer, problem)
+        workload = planned.observe(
+            model,
+            lambda: problem.loss(model(problem.inputs), problem.targets).backward(),
+            checkpointed=[f"blocks.{n}" for n in range(3) if "checkpointed" in case.problem],
+        )
+        optimizer.zero_grad()
+        _train(case, model, optimizer, problem)
+        executed = planned.Executed(model, optimizer)
+        with executed.watching():
+            _train(case, model, optimizer, problem)
+        step = plan_step(workload, _settings(api, case))
+        expected = planned.told(step)
+        lines = itertools.zip_longest(map(str, executed.moments), map(str, expected))
+        differences = [f"{a}\n   {b}" for a, b in lines if a != b]
+        assert not differences, f"{len(differences)} of {len(expected)}:\n" + "\n".join(
+            differences[:4]
+        )
+        # Others do not say what they copy.
+        if api.name == "process_group" and case.mesh[-1] > 1:
+            moved = planned.joined(planned.collectives(step, workload))
+            entered = planned.joined(executed.collectives)
+            assert entered == moved, f"{entered}\n{moved}"
+
+
+BF16 = torch.bfloat16
+DTYPES: list[dict[str, Any]] = [
+    {},
+    {"param_dtype": BF16},
+    {"param_dtype": BF16, "reduce_dtype": torch.float32},
+    {"reduce_dtype": BF16},
+]
+OTHERS = ("nested", "partly_frozen", "mixed_dtypes", "twice", "checkpointed", "checkpointed_parts")
+CASES = [
+    *(Case(problem) for problem in (*PROBLEMS, *OTHERS)),
+    Case(reshard=False),
+    Case(reshard=True),
+    *(Case(**dtypes) for dtypes in DTYPES[1:]),
+    Case(num_microbatches=2),
+    Case(num_microbatches=3, **DTYPES[2]),
+    Case(num_microbatches=2, reduces_each=True),
+    Case(num_microbatches=2, keeps_between=True),
+    Case("conv", num_microbatches=2, reduces_each=True, param_dtype=BF16),
+    Case("tied_transformer", reshard=False, num_microbatches=2),
+]
+FLAT = [
+    *(Case(problem, is_flat=True) for problem in PROBLEMS),
+    Case(is_flat=True, reshard=False),
+    *(Case(is_flat=True, **dtypes) for dtypes in DTYPES[1:3]),
+    Case(is_flat=True, num_microbatches=2),
+    Case(is_flat=True, backward_prefetch="post"),
+    Case(is_flat=True, backward_prefetch=None),
+]
+
+
+QUICK = [Case(), Case("nested"), Case("checkpointed_parts"), Case(num_microbatches=3, **DTYPES[2])]
+quickly = repeats(lambda s: s["case"] not in QUICK)
+
+
+@quickly
+@pytest.mark.parametrize("case", CASES, ids=str)
+@on_ranks(2)
+def test_two_ranks_execute_what_was_planned(api: Api, case: Case) -> None:
+    _compare(api, case)
+
+
+@repeats(lambda s: s["case"] != FLAT[0])
+@pytest.mark.parametrize("case", FLAT, ids=str)
+@on_ranks(2)
+def test_flat_units_execute_what_was_planned(api: Api, case: Case) -> None:
+    _compare(api, case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES, ids=str)
+@on_ranks(1)
+def test_one_rank_executes_what_was_planned(api: Api, case: Case) -> None:
+    _compare(api, dataclasses.replace(case, mesh=(1,)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=["sharded", "replicated"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+@on_ranks(4)
+def test_four_ranks_execute_what_was_planned(api: Api, case: Case, mesh: tuple[int, ...]) -> None:
+    _compare(api, dataclasses.replace(case, mesh=mesh))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("problem", ["transformer", "uneven"])
+@on_ranks(4)
+def test_shards_over_a_smaller_group_are_planned(api: Api, problem: str) -> None:
+    _compare(api, Case(problem, mesh=(4,), reshard=2))
+
+
+PEAKS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "kept": {"reshard": False},
+    "mixed": {"param_dtype": BF16, "reduce_dtype": torch.float32},
+    "micro-batches": {"num_microbatches": 2},
+    "replicas": {"mesh": (2, 2)},
+}
+
+
+@repeats(lambda s: s["world_size"] == 4 or s["name"] != "mixed")
+@pytest.mark.parametrize("name", PEAKS)
+@on_ranks(2, 4)
+def test_the_peak_is_that_of_live_tensors(api: Api, name: str) -> None:
+    case = Case("transformer", **PEAKS[name])
+    if world_size() == 2:
+        case = dataclasses.replace(case, mesh=case.mesh[-1:])
+    elif len(case.mesh) == 1:
+        case = dataclasses.replace(case, mesh=(4,))
+    torch.manual_seed(1)
+    model = Transformer(dim=192, num_blocks=3, max_seq=48)
+    tokens = torch.randint(Transformer.vocab, (4, 49))
+    problem = Problem(model, tokens[:, :-1], tokens[:, 1:], [*model.blocks])
+    precision = fullshard.MixedPrecisionPolicy(case.param_dtype, case.reduce_dtype)
+
+    def loss(logits: Tensor) -> Tensor:
+        return problem.loss(logits, problem.targets.to(logits.device))
+
+    workload = trace_workload(
+        model,
+        Example((problem.inputs,)),
+        units=[f"blocks.{number}" for number in range(3)],
+        options=TraceOptions(precision=precision, loss=loss),
+    )
+    memory = follow_memory(plan_step(workload, _settings(api, case)))
+    with planned.fresh_pools(), LiveTensors() as live:
+        sharded = _shard(api, case, problem)
+        optimizer = torch.optim.AdamW(sharded.parameters(), foreach=False)
+        for _ in range(WATCHED + 2):
+            live.reset_peak()
+            _train(case, sharded, optimizer, problem)
+        measured = live.peak_nbytes + fullshard.memory_report(sharded).shared_nbytes
+    held = {h.value: memory.at_peak_of(h) for h in Holding}
+    assert memory.peak_nbytes == pytest.approx(measured, rel=1e-2), f"{measured}: {held}"
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+@on_ranks(2)
+def test_the_peak_is_what_a_report_says_in_backward(api: Api, reshard: bool | None) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(5)))
+    x, y = torch.randn(16, 256), torch.randn(16, 256)
+    problem = Problem(model, x, y, [*model])
+    workload = trace_workload(
+        model,
+        Example((x,)),
+        units=[str(number) for number in range(5)],
+        options=TraceOptions(loss=lambda out: problem.loss(out, y.to(out.device))),
+    )
+    case = Case(reshard=reshard)
+    memory = follow_memory(plan_step(workload, _settings(api, case)))
+    reported: list[dict[Holding, int]] = []
+    with planned.fresh_pools():
+        sharded = _shard(api, case, problem)
+        optimizer = torch.optim.AdamW(sharded.parameters())
+        problem = problem._replace(inputs=x.requires_grad_())  # for the hooks
+        for layer in model:
+            layer.register_full_backward_hook(
+                lambda *_: reported.append(planned.reported(sharded, optimizer))
+            )
+        for _ in range(WATCHED + 2):
+            reported.clear()
+            _train(case, sharded, optimizer, problem)
+    # Full gradients that are on their way count as communication in a report.
+    not_reported = (Holding.ACTIVATIONS, Holding.UNMANAGED)
+    expected = memory.peak_nbytes - sum(map(memory.at_peak_of, not_reported))
+    assert max(sum(each.values()) for each in reported) == expected
+
+
+@on_ranks(1, 2)
+def test_an_optimizer_step_holds_what_was_planned(api: Api) -> None:
+    case = Case(param_dtype=BF16, reduce_dtype=torch.float32, mesh=(world_size(),))
+    problem = make_problem("transformer")
+    found: dict[Holding, int] = {}
+    with planned.fresh_pools():
+        model = _shard(api, case, problem)
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.register_step_pre_hook(
+            lambda *_: found.update(planned.reported(model, optimizer))
+        )
+        for _ in range(WATCHED + 2):
+            _train(case, model, optimizer, problem)
+        workload = planned.observe(
+            model, lambda: problem.loss(model(problem.inputs), problem.targets).backward()
+        )
+    takes_most = OptimizerPlan(peak_of_largest=1 << 20)  # so that memory is highest there
+    settings = dataclasses.replace(_settings(api, case), optimizer=takes_most)
+    step = plan_step(workload, settings)
+    memory = follow_memory(step)
+    assert step.actions[memory.peak_action].kind is ActionKind.OPTIMIZER
+    assert {holding: memory.at_peak_of(holding) for holding in found} == found
+    assert memory.at_peak_of(Holding.OPTIMIZER_TEMPORARIES) >= 1 << 20
