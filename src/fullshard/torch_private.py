@@ -55,6 +55,13 @@ with _to("tell whether `torch.autograd.grad` returns the gradient of a leaf (rai
 with _to("tell which of two nodes of a graph was recorded first"):
     sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
+with _to("tell which node of a graph a backward runs (None: none), and the next number of one"):
+    current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
+    next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+with _to("run a backward in which function modes go on"):
+    run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+
 with _to("be called when all of a backward is done"):
     queue_callback: Callable[[Callable[[], None]], None]
     queue_callback = torch.autograd.Variable._execution_engine.queue_callback
@@ -81,6 +88,17 @@ with _to("tell whether a `FakeTensorMode` is active"):
     is_fake_mode_active: Callable[[], object] = functools.partial(
         torch._C._get_dispatch_mode, _FAKE
     )
+
+
+with _to("run a model's operators without memory, and say why one cannot"):
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensorMode,
+    )
+
+with _to("tell whose hooks change what autograd saves"):
+    saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,6 +168,12 @@ attach_out_of_memory_observer: Any = getattr(torch._C, "_cuda_attach_out_of_memo
 
 with _to("map memory on all ranks of a group, for `set_symm_mem_for_comm`"):
     from torch.distributed import _symmetric_memory as symmetric_memory
+
+# Operators that traces without memory call by themselves.
+attention_math: Any = torch.ops.aten._scaled_dot_product_attention_math
+efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention
+flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention
+grouped_mm: Any = getattr(torch.ops.aten, "_grouped_mm", None)  # None where torch lacks it
 
 # Process groups
 

@@ -1,0 +1,1 @@
+"""What a training run will need and take: memory, time, and which settings to choose."""
