@@ -1,0 +1,378 @@
+"""Fit the planner's constants on published runs, and score it on runs that it was not fitted to.
+
+    python -m bench.published RUNS.csv                 # scores with the constants as they are
+    python -m bench.published RUNS.csv --fit           # fits, leaves out one source at a time, prints constants
+    python -m bench.published RUNS.csv --pictures docs/images
+
+The step of a run is simulated once. While constants are fitted, the share of its communication that is exposed stays
+as it was; the scores are of full predictions again. Needs scipy (`pip install "fullshard[bench]"`).
+"""
+
+import argparse
+import collections
+import dataclasses
+import importlib
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fullshard.plan.actions import ActionKind
+from fullshard.plan.workload import Work
+from fullshard.planning.costs import FITTED, SPREAD, Constants, Costs
+from fullshard.planning.published import (
+    PublishedRun,
+    UnsupportedRowError,
+    estimate_run,
+    predict_row,
+    published_run,
+    read_rows,
+)
+
+GIB = 1 << 30
+COLLECTIVES = (ActionKind.ALL_GATHER, ActionKind.REDUCE_SCATTER, ActionKind.ALL_REDUCE)
+# Where a constant is looked for, and how far it may go: the deviation of its logarithm. A constant that no run
+# determines stays where it is.
+EXPECTED = Constants(attention=0.8, network=0.9, contention=0.4)
+SPREADS = {
+    "matmul": 0.06,
+    "attention": 0.15,
+    "attention_triton": 0.4,
+    "traffic": 0.3,
+    "traffic_fused": 0.3,
+    "fp8": 0.3,
+    "power": 0.1,
+    "network": 0.15,
+    "contention": 0.3,
+}
+# An error from which on it counts less: sources of one configuration differ by as much.
+LOUD = 0.07
+
+
+class Row(NamedTuple):
+    """A row with its measured seconds and GiB, None where nobody says them."""
+
+    values: Mapping[str, str]
+    step_s: float | None
+    peak_gib: float | None
+
+    @property
+    def source(self) -> str:
+        return self.values["id"][:2]
+
+
+class Prepared(NamedTuple):
+    """What of a run's step is needed to try other constants: kernels and collectives, counted."""
+
+    row: Row
+    run: PublishedRun
+    num_passes: int
+    works: dict[Work, int]
+    collectives: dict[tuple[ActionKind, int, int], int]
+    copied: float
+    exposed: float
+    host_s: float
+    optimizer_s: float
+
+
+def rows_of(path: Path) -> list[Row]:
+    """Read a table, and of it what can be predicted."""
+
+    def number(values: Mapping[str, str], column: str) -> float | None:
+        return float(values[column]) if values.get(column) else None
+
+    return [
+        Row(values, number(values, "iter_time_s"), number(values, "peak_mem_gib"))
+        for values in read_rows(path)
+    ]
+
+
+def prepare(row: Row) -> Prepared:
+    """Simulate a row's step once. Raises UnsupportedRowError."""
+    run = published_run(row.values)
+    if run.batch.checkpointing == "unknown":
+        run = run._replace(batch=dataclasses.replace(run.batch, checkpointing="none"))
+    workload, estimate = estimate_run(run, FITTED)
+    works: collections.Counter[Work] = collections.Counter()
+    collectives: collections.Counter[tuple[ActionKind, int, int]] = collections.Counter()
+    gathered = moving = 0.0
+    parts = {
+        ActionKind.FORWARD: "forward",
+        ActionKind.RECOMPUTE: "recomputed",
+        ActionKind.BACKWARD: "backward",
+    }
+    for action, span in zip(estimate.step.actions, estimate.simulated.spans, strict=True):
+        if action.kind in parts:
+            works.update(getattr(workload.stretches[action.stretch], parts[action.kind]))
+        elif action.kind in COLLECTIVES:
+            collectives[action.kind, action.nbytes, action.num_ranks] += 1
+            moving += span.end_s - span.start_s
+            gathered += action.nbytes * (action.kind is ActionKind.ALL_GATHER)
+    exposed = sum(estimate.simulated.exposed(kind) for kind in COLLECTIVES)
+    return Prepared(
+        row=row,
+        run=run,
+        num_passes=run.settings.num_microbatches,
+        works=dict(works),
+        collectives=dict(collectives),
+        copied=run.manner.copied * gathered / (run.machine.gpu.memory_rate * 0.8),
+        exposed=exposed / moving if moving else 0.0,
+        host_s=estimate.simulated.host_bound_s,
+        optimizer_s=estimate.optimizer_s,
+    )
+
+
+def seconds(prepared: Prepared, constants: Constants) -> float:
+    """Return a step's seconds with other constants."""
+    run = prepared.run
+    costs = Costs(run.machine, run.manner, constants)
+    computing = prepared.copied + sum(
+        count * costs.work_seconds(work) for work, count in prepared.works.items()
+    )
+    moving = sum(
+        count * costs.collective_seconds(kind, nbytes, ranks, stride=run.stride_of(kind))
+        for (kind, nbytes, ranks), count in prepared.collectives.items()
+    )
+    exposed = max(prepared.exposed * moving, moving - computing)
+    passes = (
+        computing + exposed + prepared.host_s + constants.contention * max(0.0, moving - exposed)
+    )
+    step_s = prepared.optimizer_s + passes / prepared.num_passes * run.micro_batches
+    return step_s * run.bubble
+
+
+def fit(prepared: Sequence[Prepared]) -> Constants:
+    """Return the constants that predict these rows best: least squares of logarithms, of loud ones less."""
+    numpy = importlib.import_module("numpy")
+    optimize = importlib.import_module("scipy.optimize")
+    names = list(SPREADS)
+    start = numpy.log([getattr(EXPECTED, name) for name in names])
+    deviations = numpy.array([SPREADS[name] for name in names])
+
+    def constants_at(x: Any) -> Constants:
+        return dataclasses.replace(EXPECTED, **dict(zip(names, numpy.exp(x).tolist(), strict=True)))
+
+    def residuals(x: Any) -> Any:
+        tried = constants_at(x)
+        errors = [math.log(seconds(each, tried) / (each.row.step_s or 1)) for each in prepared]
+        return numpy.concatenate([errors, (x - start) / deviations * LOUD])
+
+    def loss(squares: Any) -> Any:
+        soft = numpy.stack(
+            [2 * ((1 + squares) ** 0.5 - 1), (1 + squares) ** -0.5, -0.5 * (1 + squares) ** -1.5]
+        )
+        plain = numpy.stack([squares, numpy.ones_like(squares), numpy.zeros_like(squares)])
+        soft[:, len(prepared) :] = plain[:, len(prepared) :]
+        return soft
+
+    found = optimize.least_squares(residuals, start, loss=loss, f_scale=LOUD, max_nfev=30)
+    rounded = {
+        f.name: float(f"{getattr(constants_at(found.x), f.name):.3g}")
+        for f in dataclasses.fields(Constants)
+    }
+    return Constants(**rounded)
+
+
+class Score(NamedTuple):
+    """Errors of predictions: median, the part within a bound, and how many."""
+
+    median: float
+    within: float
+    num_rows: int
+
+    def __str__(self) -> str:
+        return f"median {100 * self.median:.1f} %, within bound {100 * self.within:.0f} %, {self.num_rows} rows"
+
+
+def score(pairs: Sequence[tuple[float, float]], bound: float) -> Score:
+    """Return how far predictions (first) are from measurements (second)."""
+    errors = [abs(predicted / measured - 1) for predicted, measured in pairs]
+    return Score(
+        statistics.median(errors),
+        sum(error <= bound for error in errors) / len(errors),
+        len(errors),
+    )
+
+
+def baselines(rows: Sequence[Row]) -> dict[str, Score]:
+    """Score what people calculate with: a constant MFU, each source's mean MFU."""
+    timed = []
+    for row in rows:
+        try:
+            run = published_run(row.values)
+        except UnsupportedRowError:
+            continue
+        if row.step_s:
+            flops = run.shape.model_flops(run.batch.sequences * run.batch.seq, run.batch.seq)
+            parts = run.batch.parts
+            flops *= run.micro_batches / (parts.tensor * parts.pipeline * parts.context)
+            plain = 6.0 * run.shape.num_active_params / run.shape.model_flops(1, run.batch.seq)
+            timed.append(
+                (row, flops / run.machine.gpu.flops, flops * plain / run.machine.gpu.flops)
+            )
+    overall = statistics.median(ideal / (row.step_s or 1) for row, ideal, _ in timed)
+    by_source: dict[str, list[float]] = collections.defaultdict(list)
+    for row, _, plain in timed:
+        by_source[row.source].append(plain / (row.step_s or 1))
+    return {
+        "constant MFU": score([(ideal / overall, row.step_s or 1) for row, ideal, _ in timed], 0.3),
+        "6ND with each source's own mean MFU": score(
+            [
+                (plain / statistics.mean(by_source[row.source]), row.step_s or 1)
+                for row, _, plain in timed
+            ],
+            0.3,
+        ),
+        **_memory_baselines(rows),
+    }
+
+
+def _memory_baselines(rows: Sequence[Row]) -> dict[str, Score]:
+    """Score 16 bytes a parameter, and DeepSpeed's estimator of ZeRO-3: 18 bytes, and the largest layer."""
+    sixteen, deepspeed = [], []
+    for row in rows:
+        try:
+            run = published_run(row.values)
+        except UnsupportedRowError:
+            continue
+        if row.peak_gib:
+            parts = run.batch.parts
+            size = run.settings.sharding.shard_size * parts.tensor * parts.pipeline
+            sixteen.append((16 * run.shape.num_params / size / GIB, row.peak_gib))
+            largest = 4 * run.shape.hidden * run.shape.vocab
+            deepspeed.append(((18 * run.shape.num_params / size + largest) / GIB, row.peak_gib))
+    return {
+        "16 bytes a parameter": score(sixteen, 0.15),
+        "DeepSpeed's estimator": score(deepspeed, 0.15),
+    }
+
+
+def print_scores(rows: Sequence[Row]) -> None:
+    """Print errors of full predictions: in all, by system, by hardware, and the worst ten."""
+    timed, held, lost, alarms, inside = [], [], [], [], 0
+    num_ran = num_failed = 0
+    for row in rows:
+        try:
+            found = predict_row(row.values)
+        except UnsupportedRowError as error:
+            print(f"{row.values['id']}: not predicted: {error}")
+            continue
+        has_failed = "outcome=" in row.values.get("notes", "")
+        num_failed += has_failed
+        num_ran += not has_failed
+        if has_failed and found.fits:
+            lost.append(row.values["id"])
+        if not has_failed and not found.fits:
+            alarms.append(row.values["id"])
+        if row.step_s:
+            timed.append((found.step_s, row.step_s, row))
+            inside += found.step_s * SPREAD[0] <= row.step_s <= found.step_s * SPREAD[1]
+        if row.peak_gib:
+            held.append((found.peak_nbytes / GIB, row.peak_gib, row))
+    print(
+        f"step time: {score([pair[:2] for pair in timed], 0.3)}; the interval holds {inside / len(timed):.0%}"
+    )
+    print(f"peak memory: {score([pair[:2] for pair in held], 0.15)}")
+    print(f"failed, and predicted to fit: {len(lost)} of {num_failed} {lost}")
+    print(f"ran, and predicted not to fit: {len(alarms)} of {num_ran} {alarms}")
+    for name, found_score in baselines(rows).items():
+        print(f"baseline, {name}: {found_score}")
+    for title, key in (("system", "system"), ("hardware", "gpu")):
+        groups: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
+        for predicted, measured, row in timed:
+            groups[row.values[key]].append((predicted, measured))
+        for name, pairs in sorted(groups.items(), key=lambda item: -len(item[1])):
+            print(f"  step time by {title}, {name}: {score(pairs, 0.3)}")
+    for what, pairs_of in (("step time, s", timed), ("peak memory, GiB", held)):
+        worst = sorted(pairs_of, key=lambda pair: -abs(math.log(pair[0] / pair[1])))[:10]
+        for predicted, measured, row in worst:
+            print(f"  worst, {what}: {row.values['id']} {predicted:.4g} for {measured:.4g}")
+
+
+def leave_one_out(prepared: Sequence[Prepared]) -> list[tuple[float, float]]:
+    """Predict the rows of each source with constants that were fitted on the others."""
+    pairs = []
+    for source in sorted({each.row.source for each in prepared}):
+        others = [each for each in prepared if each.row.source != source]
+        own = [each for each in prepared if each.row.source == source]
+        constants = fit(others)
+        found = [(seconds(each, constants), each.row.step_s or 1) for each in own]
+        print(f"  without {source}: {score(found, 0.3)}")
+        pairs += found
+    return pairs
+
+
+def draw(rows: Sequence[Row], folder: Path) -> None:
+    """Draw predicted against measured, by system and by hardware."""
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    columns: Sequence[
+        tuple[str, str, Callable[[Any], float], Callable[[Row], float | None], str]
+    ] = (
+        ("time", "step time, s", lambda p: p.step_s, lambda r: r.step_s, "system"),
+        ("time-hardware", "step time, s", lambda p: p.step_s, lambda r: r.step_s, "gpu"),
+        (
+            "memory",
+            "peak memory, GiB",
+            lambda p: p.peak_nbytes / GIB,
+            lambda r: r.peak_gib,
+            "system",
+        ),
+    )
+    for name, label, predicted_of, measured_of, key in columns:
+        figure, axes = pyplot.subplots(figsize=(7, 6))
+        groups: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
+        for row in rows:
+            measured = measured_of(row)
+            if measured:
+                try:
+                    groups[row.values[key]].append(
+                        (measured, predicted_of(predict_row(row.values)))
+                    )
+                except UnsupportedRowError:
+                    continue
+        for number, (group, pairs) in enumerate(sorted(groups.items(), key=lambda i: -len(i[1]))):
+            marker = "osD^vP*X"[number % 8]
+            axes.scatter(*zip(*pairs, strict=True), s=16, alpha=0.7, label=group, marker=marker)
+        ends = axes.get_xlim()
+        axes.plot(ends, ends, color="grey", linewidth=1)
+        axes.set(
+            xscale="log", yscale="log", xlabel=f"measured {label}", ylabel=f"predicted {label}"
+        )
+        axes.legend(fontsize=7)
+        figure.tight_layout()
+        figure.savefig(folder / f"planned-{name}.png", dpi=110)
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--pictures", type=Path)
+    arguments = parser.parse_args()
+    rows = rows_of(arguments.runs)
+    if arguments.fit:
+        prepared = []
+        for row in rows:
+            if row.step_s:
+                try:
+                    prepared.append(prepare(row))
+                except UnsupportedRowError:
+                    continue
+        print(f"fitted on all: {fit(prepared)}")
+        pairs = leave_one_out(prepared)
+        ratios = sorted(measured / predicted for predicted, measured in pairs)
+        low, high = (ratios[int(part * len(ratios))] for part in (0.05, 0.95))
+        print(
+            f"each source with constants of the others: {score(pairs, 0.3)}; spread {low:.3f} to {high:.3f}"
+        )
+    print_scores(rows)
+    if arguments.pictures:
+        draw(rows, arguments.pictures)
+
+
+if __name__ == "__main__":
+    main()

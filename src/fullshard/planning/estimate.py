@@ -1,0 +1,76 @@
+"""Put a plan together: what a step does, how long it takes, and what it holds."""
+
+import dataclasses
+
+from fullshard.plan.actions import ActionKind
+from fullshard.plan.simulator import Simulated, StepMemory, follow_memory, simulate
+from fullshard.plan.step import PlannedStep, StepSettings, plan_step
+from fullshard.plan.unit_plan import plan_unit
+from fullshard.plan.workload import Workload
+from fullshard.planning.calibration import CalibratedCosts
+from fullshard.planning.costs import Costs
+from fullshard.planning.offloading import host_nbytes, offloaded
+
+_COLLECTIVES = (ActionKind.ALL_GATHER, ActionKind.REDUCE_SCATTER, ActionKind.ALL_REDUCE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A step that did not run, and what it was estimated from.
+
+    contention_s: by which computing takes longer for communication beside it; part of `step_s`.
+    host_nbytes: that a rank keeps in host memory.
+    """
+
+    step: PlannedStep
+    simulated: Simulated
+    memory: StepMemory
+    optimizer_s: float
+    contention_s: float
+    workload: Workload = dataclasses.field(repr=False)
+    settings: StepSettings
+    costs: Costs | CalibratedCosts = dataclasses.field(repr=False)
+    offload: str = "none"
+    host_nbytes: int = 0
+
+    @property
+    def step_s(self) -> float:
+        return self.simulated.step_s + self.contention_s
+
+
+def estimate_step(
+    workload: Workload,
+    settings: StepSettings,
+    costs: Costs | CalibratedCosts,
+    *,
+    offload: str = "none",
+) -> Estimate:
+    """Plan a step of a workload, and run it on the clocks of a machine. offload: see `planning.offloading`."""
+    step = plan_step(workload, settings)
+    trained = sum(
+        plan_unit(unit.params, settings.sharding).trained_numel for unit in workload.units
+    )
+    seconds, host_s = costs.durations(step, workload, trained)
+    on_host = host_nbytes(step, offload, is_pinned=costs.machine.figures is None)
+    if offload != "none":
+        step, seconds = offloaded(step, seconds, offload, costs.machine.gpu)
+    simulated = simulate(step.actions, seconds, host_s)
+    moving = optimizer = 0.0
+    for action, took in zip(step.actions, seconds, strict=True):
+        if action.kind in _COLLECTIVES:
+            moving += took
+        elif action.kind is ActionKind.OPTIMIZER:
+            optimizer += took
+    exposed = sum(simulated.exposed(kind) for kind in _COLLECTIVES)
+    return Estimate(
+        step,
+        simulated,
+        follow_memory(step),
+        optimizer,
+        costs.constants.contention * max(0.0, moving - exposed),
+        workload,
+        settings,
+        costs,
+        offload,
+        on_host,
+    )

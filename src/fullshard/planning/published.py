@@ -1,0 +1,544 @@
+"""Predict the rows of a table of published runs: `fullshard plan --runs CSV`.
+
+Reads physical columns alone: shapes, counts, hardware, precision, what is divided how. Never who published a row, its
+name, or what was measured. Where a column is empty, the usual value is taken; where too much is missing, the
+row says so and is not predicted.
+"""
+
+import csv
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fullshard.errors import FullshardError
+from fullshard.plan.actions import ActionKind
+from fullshard.plan.step import OptimizerPlan, StepSettings
+from fullshard.plan.unit_plan import Sharding
+from fullshard.plan.ways import NCCL
+from fullshard.plan.workload import Workload
+from fullshard.planning.costs import CONTEXT_NBYTES, FITTED, SPREAD, Constants, Costs, Manner
+from fullshard.planning.estimate import Estimate, estimate_step
+from fullshard.planning.machines import GPUS, Machine, MachineError, machine_named
+from fullshard.planning.setup import OPTIMIZERS, Optimizer
+from fullshard.planning.shapes import (
+    EAGER,
+    EAGER_GELU,
+    FLASH_LOSS,
+    FUSED,
+    TRITON_LOSS,
+    Experts,
+    Kernels,
+    MicroBatch,
+    Parts,
+    TransformerShape,
+    shape_workload,
+)
+
+# The parts of a row's notes that describe the run.
+_PHYSICAL = ("master", "opt", "precision", "train", "mlp", "moe", "head_dim")
+_EXPERTS = ("experts", "top_k", "moe_ffn", "shared", "dense_layers")
+_SYSTEMS = (
+    *(
+        "fsdp1",
+        "fsdp2",
+        "simplefsdp",
+        "yafsdp",
+        "megatron_fsdp",
+        "jax_fsdp",
+        "thunder_fsdp",
+        "gemini",
+    ),
+    *("zero1", "zero2", "zero3", "ddp", "single"),
+)
+_REPLICATED = ("optim", "optim_hybrid", "grad_op_replicated_params", "none")
+_STORED = ("fp32", "bf16", "fp16")
+_YES_NO = ("yes", "no")
+_COMPILED = ("simplefsdp", "jax_fsdp", "megatron_fsdp", "thunder_fsdp", "yafsdp")
+_SHARDED = ("full", "hybrid", "grad_op")
+
+
+class RunsError(FullshardError, ValueError):
+    """A file that is not a table of runs."""
+
+
+class UnsupportedRowError(FullshardError, ValueError):
+    """A row that cannot be predicted, and why."""
+
+
+class PublishedRun(NamedTuple):
+    """A row, translated: what runs on what, how. `micro_batches`: forwards and backwards a step."""
+
+    shape: TransformerShape
+    batch: MicroBatch
+    settings: StepSettings
+    machine: Machine
+    num_gpus: int
+    micro_batches: int
+    manner: Manner
+    pipeline: int
+    is_allocated: bool
+    system: str
+    offload: str = "none"
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def bubble(self) -> float:
+        """Return by how much a pipeline's idle time makes a step longer, with micro-batches of one sequence."""
+        return 1 + (self.pipeline - 1) / self.batch.sequences
+
+    def stride_of(self, kind: ActionKind) -> int:
+        """Return the distance of neighbours among the ranks of a collective."""
+        return self.manner.replica_stride if kind is ActionKind.ALL_REDUCE else self.manner.stride
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file. Raises RunsError for a file without the columns of such a table."""
+    try:
+        with path.open(
+            newline="", encoding="utf-8-sig"
+        ) as file:  # with a mark, as spreadsheets write it
+            reader = csv.DictReader(file)
+            columns, rows = reader.fieldnames or (), list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise RunsError(f"{path}: cannot be read as a table of runs: {error}.") from error
+    missing = sorted({"gpu", "hidden", "num_layers"} - set(columns))
+    if missing:
+        hint = " Its columns have to be separated by commas." if len(columns) == 1 else ""
+        raise RunsError(
+            f"{path}: is no table of runs: it has no column {', '.join(missing)}.{hint}"
+        )
+    if not rows:
+        raise RunsError(f"{path}: has columns and no rows.")
+    # A short line has None for what it lacks, and a long one a list of what it has more.
+    return [{name: row[name] or "" for name in columns} for row in rows]
+
+
+class _Row:
+    """A row's physical values by column, with what its notes say of the run."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._values = values
+        self.assumed: list[str] = []  # columns that were not given, with what was taken
+        notes = (note.split("=", 1) for note in values.get("notes", "").split("; ") if "=" in note)
+        self.notes = {key: value for key, value in notes if key in _PHYSICAL}
+
+    def text(self, column: str, default: str = "") -> str:
+        return self._values.get(column) or default
+
+    def choice(self, column: str, known: Sequence[str], default: str = "") -> str:
+        """Return a word. Raises UnsupportedRowError for one that is not known."""
+        word = self.text(column, default)
+        if word and word not in known:
+            raise UnsupportedRowError(f"{column} is {word!r}: expected {', '.join(known)}")
+        return word
+
+    def number(self, column: str, default: float | None = None) -> float:
+        """Return a number. Raises UnsupportedRowError for text, and for nothing where there is no default."""
+        text = self._values.get(column) or ""
+        if not text:
+            if default is None:
+                raise UnsupportedRowError(f"{column} is not given")
+            return default
+        return _positive(column, text)
+
+    def integer(self, column: str, default: int | None = None, *, tells: bool = False) -> int:
+        """Return a whole number, as `number` does. tells: note where the default was taken."""
+        value = self.number(column, default)
+        if value != round(value):
+            raise UnsupportedRowError(f"{column} is {value:g}, and has to be a whole number")
+        if tells and not self.text(column):
+            self.assumed.append(f"{column} is not given: took {value:g}")
+        return round(value)
+
+
+def _positive(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise UnsupportedRowError(f"{name} is {text!r}, which is no number") from error
+    if not 0 < value < math.inf:
+        raise UnsupportedRowError(f"{name} is {text}, and has to be above 0")
+    return value
+
+
+def published_run(values: Mapping[str, str]) -> PublishedRun:
+    """Translate a row. Raises UnsupportedRowError, which says what is missing, unknown or impossible."""
+    row = _Row(values)
+    _check_words(row)
+    num_gpus = row.integer("num_gpus", 128, tells=True)
+    degrees = [row.integer(name, 1) for name in ("tp", "cp", "pp", "ep", "shard_size")]
+    parts = Parts(*degrees)
+    divided = parts.tensor * parts.pipeline
+    if num_gpus % divided:
+        raise UnsupportedRowError(
+            f"{num_gpus} GPUs are not divided by {divided} ways of parallelism"
+        )
+    shape = _shape(row)
+    is_flat = row.text("system") == "fsdp1"
+    is_lora = row.notes.get("train", "").startswith("lora")
+    is_fused = row.text("compile") == "yes" or (
+        not row.text("compile") and row.text("system") in _COMPILED
+    )
+    master = _master(row)
+    settings = dataclasses.replace(
+        _settings(row, num_gpus // divided, master, is_flat=is_flat),
+        num_microbatches=min(row.integer("grad_accum", 1), 2),
+    )
+    batch = MicroBatch(
+        sequences=row.integer("micro_batch_per_gpu", 1, tells=True),
+        seq=row.integer("seq_len", 4096, tells=True),
+        checkpointing=row.text("act_ckpt", "unknown"),
+        kernels=_kernels(row, shape, is_fused=is_fused),
+        matmul_dtype="float8_e4m3fn" if row.text("fp8") == "yes" else "bfloat16",
+        param_dtype=master,
+        lora_rank=8 if is_lora else 0,
+        has_outer_units=row.text("system") in ("fsdp2", "simplefsdp"),
+        # FSDP1 with frozen weights: seen in every run of it.
+        has_two_recomputed=is_lora and is_flat and settings.sharding.shard_size > 1,
+        parts=parts,
+    )
+    return PublishedRun(
+        shape=shape,
+        batch=batch,
+        settings=settings,
+        machine=_machine(row),
+        num_gpus=num_gpus,
+        micro_batches=row.integer("grad_accum", 1),
+        manner=_manner(
+            row, parts, settings.sharding.shard_size, is_fused=is_fused, is_flat=is_flat
+        ),
+        pipeline=parts.pipeline,
+        is_allocated=row.text("mem_kind") == "allocated",
+        system=row.text("system"),
+        offload="none" if row.text("offload", "none") == "none" else "params",
+        assumed=tuple(row.assumed),
+    )
+
+
+def _optimizer(row: _Row) -> Optimizer:
+    word = row.notes.get("opt", "adamw")
+    return OPTIMIZERS[max((name for name in OPTIMIZERS if word.startswith(name)), key=len)]
+
+
+def _check_words(row: _Row) -> None:
+    """Raise UnsupportedRowError for words that no run has."""
+    row.choice("system", _SYSTEMS)
+    row.choice("sharding", (*_SHARDED, *_REPLICATED))
+    row.choice("param_dtype", ("bf16", "fp16", "fp32"))
+    row.choice("reduce_dtype", ("bf16", "fp16", "fp32"))
+    row.choice("act_ckpt", ("none", "selective", "full"))
+    row.choice("attention", ("flash", "sdpa", "triton", "flex", "eager"))
+    row.choice("offload", ("none", "params", "params+grads+optim"))
+    row.choice("mem_kind", ("allocated", "reserved", "unknown"))
+    for column in ("fp8", "compile", "tied_embeddings"):
+        row.choice(column, _YES_NO)
+    # Words of notes are not a closed list.
+    for note, known, usual in (("opt", tuple(OPTIMIZERS), "adamw"), ("master", _STORED, "fp32")):
+        word = row.notes.get(note, usual)
+        if not word.startswith(known):
+            row.assumed.append(f"{note}={word} is not known: took {usual}")
+            row.notes[note] = usual
+
+
+def _master(row: _Row) -> torch.dtype:
+    """Return the dtype of the stored parameters."""
+    stored = row.notes.get("master", "fp32")[:4]
+    # Without a shard of the parameters, their copy in float32 is a part of the optimizer's state.
+    owns_copy = row.text("sharding", "full") in _REPLICATED and row.text("sharding") != "none"
+    return torch.float32 if stored == "fp32" and not owns_copy else torch.bfloat16
+
+
+def _manner(row: _Row, parts: Parts, shard_size: int, *, is_fused: bool, is_flat: bool) -> Manner:
+    attention, kind = row.text("attention", "sdpa"), _optimizer(row)
+    if row.text("system") in ("megatron_fsdp", "jax_fsdp"):
+        attention = "cudnn"
+    return Manner(
+        is_fused=is_fused,
+        attention=attention,
+        copied=0.0 if is_flat else 4.0,
+        # Of PyTorch's engine, measured by `bench/host.py`; DeepSpeed's hooks are Python of every module.
+        unit_s=8e-3 if row.text("system") == "zero3" else 1.3e-3,
+        optimizer_nbytes=kind.num_passed * 4 * kind.foreach_share,
+        stride=parts.tensor,
+        replica_stride=parts.tensor * shard_size,
+    )
+
+
+def _kernels(row: _Row, shape: TransformerShape, *, is_fused: bool) -> Kernels:
+    if is_fused:
+        return FUSED
+    kernels = EAGER if shape.gated_mlp else EAGER_GELU
+    # Whoever installs a package for attention takes its loss as well.
+    loss = {"flash": FLASH_LOSS, "triton": TRITON_LOSS}.get(
+        row.text("attention"), kernels.loss_peak
+    )
+    return dataclasses.replace(kernels, loss_peak=loss)
+
+
+def _shape(row: _Row) -> TransformerShape:
+    experts = None
+    moe = dict(_assignments(row.notes.get("moe", "")))
+    if "moe" in row.notes and "experts" not in moe:
+        raise UnsupportedRowError("the shape of its layers is not given")
+    if not row.text("hidden"):
+        return _usual_shape(row.number("params_b") * 1e9)
+    hidden, heads = row.integer("hidden"), row.integer("num_heads")
+    if hidden % heads and "head_dim" not in row.notes:
+        raise UnsupportedRowError(
+            f"hidden {hidden} is no multiple of num_heads {heads}, and there is no head_dim="
+        )
+    if heads % row.integer("num_kv_heads", heads):
+        raise UnsupportedRowError(f"num_heads {heads} is no multiple of num_kv_heads")
+    if moe:
+        counts = {key: round(_positive(f"moe={key}", moe[key])) for key in _EXPERTS if key in moe}
+        experts = Experts(
+            num=counts["experts"],
+            top_k=counts.get("top_k", 1),
+            ffn_hidden=counts.get("moe_ffn") or row.integer("ffn_hidden"),
+            num_shared=counts.get("shared", 0),
+            num_dense_layers=counts.get("dense_layers", 0),
+        )
+    latent = moe.get("mla", "").partition("kv_lora_rank ")[2]
+    given = row.notes.get("head_dim")
+    head_dim = round(_positive("head_dim=", given)) if given else max(1, hidden // heads)
+    head_dim = 128 if latent else head_dim
+    return TransformerShape(
+        num_layers=row.integer("num_layers"),
+        hidden=hidden,
+        num_heads=heads,
+        num_kv_heads=row.integer("num_kv_heads", heads),
+        ffn_hidden=row.integer("ffn_hidden", 4 * hidden, tells=True),
+        vocab=row.integer("vocab", 50_257, tells=True),
+        head_dim=head_dim,
+        tied_embeddings=row.text("tied_embeddings") == "yes",
+        gated_mlp=row.notes.get("mlp") != "gelu2",
+        kv_lora_rank=round(_positive("kv_lora_rank", latent)) if latent else 0,
+        experts=experts,
+    )
+
+
+def _assignments(text: str) -> Iterator[tuple[str, str]]:
+    for part in text.split(","):
+        key, sign, value = part.partition("=")
+        if sign:
+            yield key.strip(), value.strip()
+
+
+def _usual_shape(params: float) -> TransformerShape:
+    """Return the usual decoder of so many parameters: 128 times as wide as it is deep, and heads of 128.
+
+    175e9 gives 96 layers of 12288, as GPT-3 has.
+    """
+    layers = max(1, round((params / (12 * 128**2)) ** (1 / 3)))
+    hidden = 128 * layers
+    return TransformerShape(layers, hidden, layers, layers, 4 * hidden, 50_257, 128, True, False)
+
+
+def _machine(row: _Row) -> Machine:
+    try:
+        machine = machine_named(
+            row.text("gpu"),
+            link_rate=row.number("intra_node_gbps", 0) * 1e9 or None,
+            network_rate=row.number("inter_node_gbps", 0) * 1e9 or None,
+        )
+    except MachineError as error:
+        raise UnsupportedRowError(
+            f"gpu is {row.text('gpu')!r}: expected {', '.join(GPUS)}"
+        ) from error
+    gpu = dataclasses.replace(
+        machine.gpu,
+        flops=row.number("peak_bf16_tflops", machine.gpu.flops / 1e12) * 1e12,
+        memory_rate=row.number("hbm_gbps", machine.gpu.memory_rate / 1e9) * 1e9,
+    )
+    per_host = row.integer("gpus_per_node", machine.gpu.per_host)
+    # GPUs of one link domain may sit in many hosts.
+    return dataclasses.replace(machine, gpu=gpu, per_host=max(per_host, gpu.per_host))
+
+
+def _settings(row: _Row, ranks: int, master: torch.dtype, *, is_flat: bool) -> StepSettings:
+    sharding = row.text("sharding", "full")
+    shard_size = row.integer("shard_size", ranks)
+    if shard_size > ranks or ranks % shard_size:
+        raise UnsupportedRowError(
+            f"shard_size is {shard_size}, and there are {ranks} ranks to shard over"
+        )
+    if sharding not in _SHARDED:
+        shard_size, owners = 1, shard_size
+    else:
+        owners = 1
+    reduce_dtype = torch.float32 if row.text("reduce_dtype") == "fp32" else torch.bfloat16
+    num_states = _optimizer(row).num_states
+    state = num_states * master.itemsize if owners == 1 else 4 + 4 * num_states
+    return StepSettings(
+        sharding=Sharding(
+            shard_size=shard_size,
+            way=NCCL,
+            replicate_size=max(1, ranks // shard_size),
+            is_flat=is_flat,
+            reduce_dtype=reduce_dtype,
+        ),
+        has_streams=True,
+        reshard_after_forward=False if sharding == "grad_op" else None,
+        reduces_each=sharding in _SHARDED,
+        optimizer=OptimizerPlan(
+            nbytes_per_element=math.ceil(state / owners), peak_per_element=master.itemsize
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prediction:
+    """What was predicted of a row. reason: why nothing was, and what was assumed.
+
+    peak_nbytes: as the row counts it, of tensors or of the allocator. needed_nbytes: of the device.
+    """
+
+    peak_nbytes: float
+    needed_nbytes: float
+    step_s: float
+    tokens_per_s: float
+    fits: bool
+    reason: str = ""
+
+
+_GIB = 1 << 30
+
+
+def predict_row(values: Mapping[str, str], constants: Constants = FITTED) -> Prediction:
+    """Predict a row. Raises UnsupportedRowError.
+
+    Where nobody says what is recomputed, memory is that of the least with which the step fits. Its time then is at
+    most that of selective recomputation: who publishes a speed and trains larger models than fit has other means.
+    """
+    run = published_run(values)
+    if run.batch.checkpointing != "unknown":
+        return dataclasses.replace(_predict(run, constants), reason="; ".join(run.assumed))
+    found = {}
+    for checkpointing in ("none", "selective", "full"):
+        batch = dataclasses.replace(run.batch, checkpointing=checkpointing)
+        found[checkpointing] = _predict(run._replace(batch=batch), constants)
+        if found[checkpointing].fits:
+            break
+    timed = min(found.values(), key=lambda each: (each is not found.get("selective"), each.step_s))
+    return dataclasses.replace(
+        found[checkpointing],
+        step_s=timed.step_s,
+        tokens_per_s=timed.tokens_per_s,
+        reason="; ".join((*run.assumed, f"act_ckpt is not given: took {checkpointing}")),
+    )
+
+
+def estimate_run(run: PublishedRun, constants: Constants = FITTED) -> tuple[Workload, Estimate]:
+    """Return what a run computes, and its step: of at most two micro-batches, since more are like them."""
+    workload = shape_workload(run.shape, run.batch)
+    settings = _resharding(run.settings, workload)
+    costs = Costs(run.machine, run.manner, constants)
+    return workload, estimate_step(workload, settings, costs, offload=run.offload)
+
+
+def _predict(run: PublishedRun, constants: Constants) -> Prediction:
+    workload, estimate = estimate_run(run, constants)
+    passes = (estimate.step_s - estimate.optimizer_s) / run.settings.num_microbatches
+    step_s = (estimate.optimizer_s + passes * run.micro_batches) * run.bubble
+    tensors = estimate.memory.peak_nbytes + _of_other_engines(run)
+    reserved = constants.reserved * tensors + _stream_nbytes(run, workload)
+    tokens = run.batch.sequences * run.batch.seq * run.micro_batches
+    sharing = run.batch.parts.tensor * run.batch.parts.pipeline * run.batch.parts.context
+    # Before it fails, an allocator gives back what it only keeps.
+    needed = tensors + _stream_nbytes(run, workload) + CONTEXT_NBYTES
+    return Prediction(
+        peak_nbytes=tensors if run.is_allocated else reserved,
+        needed_nbytes=needed,
+        step_s=step_s,
+        tokens_per_s=tokens / step_s / sharing,
+        fits=needed <= run.machine.gpu.memory_nbytes,
+    )
+
+
+def _resharding(settings: StepSettings, workload: Workload) -> StepSettings:
+    """Keep the head, of which nothing else runs between forward and backward, as its users do."""
+    if settings.reshard_after_forward is not None or workload.units[-1].name != "head":
+        return settings
+    kept = {"": False, "head": False}
+    options = tuple(kept.get(unit.name, True) for unit in workload.units)
+    return dataclasses.replace(settings, reshard_after_forward=options)
+
+
+def _of_other_engines(run: PublishedRun) -> float:
+    """Return bytes of tensors that ZeRO-3 of DeepSpeed has, and ours not: shards in bfloat16 beside those in float32."""
+    if run.system != "zero3":
+        return 0.0
+    return 2.0 * run.shape.num_params / run.settings.sharding.shard_size
+
+
+def _stream_nbytes(run: PublishedRun, workload: Workload) -> float:
+    """Return bytes of buffers that engines with copies have on streams of their own, whose memory nothing else uses."""
+    sharding = run.settings.sharding
+    if not run.manner.copied or sharding.shard_size == 1:
+        return 0.0
+    itemsize = 2 + (sharding.reduce_dtype.itemsize if sharding.reduce_dtype is not None else 2)
+    return max(sum(s.numel for s in unit.params) for unit in workload.units) * itemsize
+
+
+COLUMNS = (
+    *("id", "peak_mem_gib", "iter_time_s", "tokens_per_s_per_gpu", "low_s", "high_s", "fits"),
+    "reason",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunsSummary:
+    """What became of a table. unsupported: by id, why a row was not predicted."""
+
+    num_rows: int
+    num_predicted: int
+    num_fitting: int
+    unsupported: dict[str, str]
+    out: Path
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_predicted} of {self.num_rows} rows predicted, {self.num_fitting} of them fit; written to {self.out}"
+        ]
+        lines += [f"{name}: not predicted: {why}" for name, why in self.unsupported.items()]
+        return "\n".join(lines)
+
+
+def predict_runs(source: Path, out: Path) -> RunsSummary:
+    """Predict every row of a table of runs, and write a table of `COLUMNS`.
+
+    id: that of the row, or its number from 1. low_s, high_s: nine of ten steps are between them. fits: "yes" or "no". A row that cannot be predicted has
+    its reason and nothing else. Raises RunsError for a file that is none or cannot be written.
+    """
+    written, unsupported, num_fitting = [], {}, 0
+    rows = read_rows(source)
+    if out.exists() and out.samefile(source):
+        raise RunsError(f"{out}: is the table that is read. Give another file to write.")
+    for number, row in enumerate(rows):
+        name = row.get("id") or str(number + 1)
+        try:
+            found = predict_row(row)
+        except UnsupportedRowError as error:
+            unsupported[name] = str(error)
+            written.append({"id": name, "reason": str(error)})
+            continue
+        num_fitting += found.fits
+        low, high = (found.step_s * factor for factor in SPREAD)
+        values = (
+            *(name, f"{found.peak_nbytes / _GIB:.3f}", f"{found.step_s:.5g}"),
+            *(f"{found.tokens_per_s:.5g}", f"{low:.5g}", f"{high:.5g}"),
+            *("yes" if found.fits else "no", found.reason),
+        )
+        written.append(dict(zip(COLUMNS, values, strict=True)))
+    try:
+        with out.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, restval="")
+            writer.writeheader()
+            writer.writerows(written)
+    except OSError as error:
+        raise RunsError(f"{out}: cannot be written: {error.strerror}.") from error
+    return RunsSummary(len(rows), len(rows) - len(unsupported), num_fitting, unsupported, out)

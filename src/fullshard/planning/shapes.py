@@ -1,0 +1,569 @@
+"""Make workloads from the sizes of a transformer alone, without building it.
+
+For what has no module: a shape on the command line, the rows of a table of published runs. Counts are those of one
+rank, which may hold a part of each matrix (tensor parallel), of each sequence (context parallel) or of the layers
+(pipeline parallel). `planning.traced` does the same from a module, and a test compares the two.
+
+What a layer moves and keeps depends on how it is written, so that is a value: `Kernels`.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import torch
+
+from fullshard.plan.layout import ParamSpec
+from fullshard.plan.workload import (
+    Enter,
+    Event,
+    Leave,
+    Run,
+    Stretch,
+    Work,
+    WorkKind,
+    Workload,
+    WorkloadUnit,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts that take the place of a layer's MLP.
+
+    num: of them, of which each token visits `top_k` and all `num_shared`. ffn_hidden: width of one.
+    num_dense_layers: how many layers have an MLP as before.
+    """
+
+    num: int
+    top_k: int
+    ffn_hidden: int
+    num_shared: int = 0
+    num_dense_layers: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TransformerShape:
+    """Sizes of a decoder.
+
+    gated_mlp: three matrices in the MLP (SwiGLU); else two (GELU). kv_lora_rank: of multi-head latent attention, 0
+    without it; its heads then have 64 dims more for rotary positions, which all of them share in keys.
+    """
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_hidden: int
+    vocab: int
+    head_dim: int
+    tied_embeddings: bool = False
+    gated_mlp: bool = True
+    kv_lora_rank: int = 0
+    experts: Experts | None = None
+
+    @property
+    def num_params(self) -> int:
+        """Elements of all parameters."""
+        blocks = sum(_numel(_matrices(self, layer)) for layer in range(self.num_layers))
+        norms = (2 * self.num_layers + 1) * self.hidden
+        return blocks + norms + self.hidden * self.vocab * (1 if self.tied_embeddings else 2)
+
+    @property
+    def num_active_params(self) -> int:
+        """Weights that a token is multiplied with, the output embedding among them."""
+        blocks = sum(
+            m.rows * m.columns * m.visits
+            for layer in range(self.num_layers)
+            for m in _matrices(self, layer)
+        )
+        return blocks + self.hidden * self.vocab
+
+    def model_flops(self, tokens: int, seq: int) -> float:
+        """Return the operations of forward and backward: six a weight and token, and attention.
+
+        Attention counts 12 x layers x heads x head size x sequence a token, as published figures do, which do not
+        halve it for its mask. Source: arXiv 2204.02311, appendix B.
+        """
+        attention = 12 * self.num_layers * self.num_heads * self.head_dim * seq
+        return tokens * (6.0 * self.num_active_params + attention)
+
+
+class Matrix(NamedTuple):
+    """Weights (rows, columns) of a linear layer.
+
+    visits: how many of them a token is multiplied with. num: how many there are. is_output: its input is what
+    tensor parallelism divides.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    visits: int = 1
+    num: int = 1
+    is_output: bool = False
+
+
+def _numel(matrices: tuple[Matrix, ...]) -> int:
+    return sum(m.rows * m.columns * m.num for m in matrices)
+
+
+@functools.cache
+def _matrices(shape: TransformerShape, layer: int) -> tuple[Matrix, ...]:
+    hidden, queries, keys = (
+        shape.hidden,
+        shape.num_heads * shape.head_dim,
+        shape.num_kv_heads * shape.head_dim,
+    )
+    if shape.kv_lora_rank:
+        attention = (
+            Matrix("q", queries + shape.num_heads * _ROTARY, hidden),
+            Matrix("kv_down", shape.kv_lora_rank + _ROTARY, hidden),
+            Matrix("kv_up", 2 * queries, shape.kv_lora_rank),
+            Matrix("o", hidden, queries, is_output=True),
+        )
+    else:
+        attention = (
+            Matrix("q", queries, hidden),
+            Matrix("k", keys, hidden),
+            Matrix("v", keys, hidden),
+            Matrix("o", hidden, queries, is_output=True),
+        )
+    experts = shape.experts
+    num_in = 2 if shape.gated_mlp else 1
+    if experts is None or layer < experts.num_dense_layers:
+        return (
+            *attention,
+            *(Matrix(f"in{n}", shape.ffn_hidden, hidden) for n in range(num_in)),
+            Matrix("out", hidden, shape.ffn_hidden, is_output=True),
+        )
+    width, visits = experts.ffn_hidden, experts.top_k + experts.num_shared
+    num = experts.num + experts.num_shared
+    return (
+        *attention,
+        Matrix("router", experts.num, hidden),
+        *(Matrix(f"experts.in{n}", width, hidden, visits, num) for n in range(num_in)),
+        Matrix("experts.out", hidden, width, visits, num, is_output=True),
+    )
+
+
+_ROTARY = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernels:
+    """How the part of a layer that is no matrix product is written: bytes an element, in bfloat16.
+
+    moved: read and written by a forward; a backward moves twice as much. kept: for backward.
+    norm, residual: of the hidden size. rotary: of queries and keys. gate: of the width of the MLP.
+    loss_moved: an element of the logits, in forward and backward together. loss_peak: the most that exists of
+    them at once. num_launched: kernels of a layer's forward that are no matrix product.
+    """
+
+    norm_moved: float
+    norm_kept: float
+    residual_moved: float
+    rotary_moved: float
+    gate_moved: float
+    gate_kept: float
+    loss_moved: float
+    loss_peak: float
+    num_launched: int
+
+
+# Every operator of its own, norms in float32, the loss on logits in float32.
+EAGER = Kernels(
+    norm_moved=30.0,
+    norm_kept=4.0,
+    residual_moved=6.0,
+    rotary_moved=20.0,
+    gate_moved=10.0,
+    gate_kept=6.0,
+    loss_moved=40.0,
+    loss_peak=14.0,
+    num_launched=30,
+)
+# The same with layer norms, which are one kernel, no rotary positions, and a GELU.
+EAGER_GELU = Kernels(
+    norm_moved=8.0,
+    norm_kept=2.0,
+    residual_moved=6.0,
+    rotary_moved=4.0,
+    gate_moved=4.0,
+    gate_kept=2.0,
+    loss_moved=40.0,
+    loss_peak=14.0,
+    num_launched=12,
+)
+# Neighbours in one kernel, as a compiler makes them.
+FUSED = Kernels(
+    norm_moved=6.0,
+    norm_kept=2.0,
+    residual_moved=4.0,
+    rotary_moved=4.0,
+    gate_moved=6.0,
+    gate_kept=4.0,
+    loss_moved=16.0,
+    loss_peak=8.0,
+    num_launched=8,
+)
+# `loss_peak` of packages that bring kernels for the loss: FlashAttention's, and in place as with those in Triton.
+FLASH_LOSS, TRITON_LOSS = 8.0, 4.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parts:
+    """Into how many parts other kinds of parallelism divide a rank's work.
+
+    tensor: of matrices, with activations between them divided along the sequence. context: of each sequence.
+    pipeline: of the layers. expert: of the experts. expert_owners: ranks over which the weights of experts are
+    divided in all, those of `expert` among them; such weights are no part of a unit.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    expert_owners: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What a rank computes in one forward and backward, and how.
+
+    sequences: in it. checkpointing: "none", "selective" (every second matrix product and attention are kept) or
+    "full" (a layer keeps its input alone). matmul_dtype: of the linear layers in blocks, if not bfloat16.
+    param_dtype: of the stored parameters. lora_rank: of adapters on attention's projections; 0 trains all
+    weights. has_mask: attention computes half of its square. has_outer_units: embedding and head are units, and not
+    the root's, unless they share a matrix. has_two_recomputed: while a layer's backward runs, the one before is
+    computed again.
+    """
+
+    sequences: int
+    seq: int
+    checkpointing: str = "none"
+    kernels: Kernels = EAGER
+    matmul_dtype: str = "bfloat16"
+    param_dtype: torch.dtype = torch.float32
+    lora_rank: int = 0
+    has_mask: bool = True
+    has_outer_units: bool = False
+    has_two_recomputed: bool = False
+    parts: Parts = Parts()
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a rank; with context parallelism its part of them."""
+        return self.sequences * self.seq / self.parts.context
+
+
+def shape_workload(shape: TransformerShape, batch: MicroBatch) -> Workload:
+    """Return the workload of a decoder whose layers are units.
+
+    Units: the root, the layers, and with ``has_outer_units`` the embedding and the head.
+    """
+    num_layers = max(1, round(shape.num_layers / batch.parts.pipeline))
+    num_dense = 0 if shape.experts is None else min(shape.experts.num_dense_layers, num_layers)
+    stretches = (
+        _embedding(shape, batch),
+        _block(shape, batch, 0),
+        _block(shape, batch, num_layers - 1),
+        _head(shape, batch),
+    )
+    recomputes = batch.checkpointing != "none"
+    units = [
+        WorkloadUnit(f"layers.{layer}", _block_params(shape, batch, layer), recomputes)
+        for layer in range(num_layers)
+    ]
+    outer = _root_params(shape, batch)
+    embedding = head = 0
+    if batch.has_outer_units and len(outer) == 3:
+        embedding, head = num_layers + 1, num_layers + 2
+        units += [WorkloadUnit("embedding", outer[:1]), WorkloadUnit("head", outer[1:])]
+        outer = ()
+    events: list[Event] = [Enter(0)]
+    events += _visit(embedding, 0)
+    for layer in range(num_layers):
+        events += _visit(layer + 1, 1 if layer < num_dense else 2)
+    events += [*_visit(head, 3), Leave(0)]
+    tokens, divided = round(batch.tokens), batch.parts.tensor * batch.parts.pipeline
+    return Workload(
+        units=(WorkloadUnit("", outer), *units),
+        events=tuple(events),
+        stretches=stretches,
+        held_nbytes=_held_experts(shape, batch, num_layers - num_dense),
+        input_nbytes=16 * tokens,
+        model_flops=shape.model_flops(tokens, batch.seq) / divided,
+        tokens=tokens,
+    )
+
+
+def _visit(unit: int, stretch: int) -> list[Event]:
+    """Return the events of a unit with one stretch; the root has entered already."""
+    run = Run(stretch, unit)
+    return [Enter(unit), run, Leave(unit)] if unit else [run]
+
+
+def _held_experts(shape: TransformerShape, batch: MicroBatch, num_layers: int) -> int:
+    """Return what a rank keeps of experts that are divided by expert parallelism: weights, gradients, Adam's state."""
+    if batch.parts.expert == 1 or shape.experts is None:
+        return 0
+    layer = shape.num_layers - 1
+    numel = sum(m.rows * m.columns * m.num for m in _matrices(shape, layer) if m.num > 1)
+    itemsize = batch.param_dtype.itemsize if not batch.lora_rank else 0.5
+    return round(num_layers * numel / batch.parts.expert_owners * 4 * itemsize)
+
+
+def _param(name: str, rows: int, columns: int, batch: MicroBatch, *, trains: bool) -> ParamSpec:
+    dtype = batch.param_dtype if trains else torch.bfloat16
+    return ParamSpec(name, (max(1, rows), columns), dtype, torch.bfloat16, 0, trains)
+
+
+@functools.lru_cache(maxsize=4096)
+def _block_params(shape: TransformerShape, batch: MicroBatch, layer: int) -> tuple[ParamSpec, ...]:
+    trains, parts = not batch.lora_rank, batch.parts
+    made = [
+        _param(m.name, m.rows * m.num // parts.tensor, m.columns, batch, trains=trains)
+        for m in _matrices(shape, layer)
+        if m.num == 1 or parts.expert == 1
+    ]
+    made += [_param(f"norm{n}", shape.hidden, 1, batch, trains=trains) for n in range(2)]
+    if batch.lora_rank:
+        for m in _adapted(shape, layer):
+            made.append(_param(f"{m.name}.a", batch.lora_rank, m.columns, batch, trains=True))
+            made.append(_param(f"{m.name}.b", m.rows, batch.lora_rank, batch, trains=True))
+    return tuple(made)
+
+
+def _adapted(shape: TransformerShape, layer: int) -> tuple[Matrix, ...]:
+    return _matrices(shape, layer)[:4]
+
+
+def _root_params(shape: TransformerShape, batch: MicroBatch) -> tuple[ParamSpec, ...]:
+    trains, rows = not batch.lora_rank, shape.vocab // batch.parts.tensor
+    names = ["embedding"] if shape.tied_embeddings else ["embedding", "head"]
+    if batch.parts.pipeline > 1:
+        names = ["head"]  # the first or the last part has one of them
+    return (
+        *(_param(name, rows, shape.hidden, batch, trains=trains) for name in names),
+        _param("norm", shape.hidden, 1, batch, trains=trains),
+    )
+
+
+def _memory(nbytes: float, name: str, count: int = 1) -> Work:
+    return Work(WorkKind.MEMORY, 0.0, nbytes / count, count=count, name=name)
+
+
+def _product(m: float, n: float, k: float, *, dtype: str, name: str, count: int = 1) -> Work:
+    m, n, k = (max(1, round(each)) for each in (m, n, k))
+    size = 1 if dtype.startswith("float8") else 2
+    nbytes = size * (m * k + k * n) + 2 * m * n
+    return Work(WorkKind.MATMUL, 2.0 * m * n * k * count, nbytes * count, (m, n, k), dtype, 1, name)
+
+
+class _Product(NamedTuple):
+    """A linear layer as a rank has it: tokens that it sees, and its weights (rows, columns)."""
+
+    name: str
+    tokens: float
+    rows: float
+    columns: float
+    num: int
+
+
+def _products(shape: TransformerShape, batch: MicroBatch, layer: int) -> list[_Product]:
+    tensor, found = batch.parts.tensor, []
+    for m in _matrices(shape, layer):
+        num = max(1, m.num // batch.parts.expert) if m.num > 1 else 1
+        rows, columns = (
+            (m.rows, m.columns / tensor) if m.is_output else (m.rows / tensor, m.columns)
+        )
+        found.append(_Product(m.name, batch.tokens * m.visits / num, rows, columns, num))
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _block(shape: TransformerShape, batch: MicroBatch, layer: int) -> Stretch:
+    """Return what one layer computes and keeps; see `MicroBatch` for what recomputation leaves."""
+    tokens, tensor, kernels = batch.tokens, batch.parts.tensor, batch.kernels
+    products = _products(shape, batch, layer)
+    dtype, trains = batch.matmul_dtype, not batch.lora_rank
+    multiply = [
+        _product(p.tokens, p.rows, p.columns, dtype=dtype, name=p.name, count=p.num)
+        for p in products
+    ]
+    into_inputs = [
+        _product(p.tokens, p.columns, p.rows, dtype=dtype, name=p.name, count=p.num)
+        for p in products
+    ]
+    into_weights = [
+        _product(p.rows, p.columns, p.tokens, dtype=dtype, name=p.name, count=p.num)
+        for p in products
+        if trains
+    ]
+    adapters, adapters_back = _adapter_work(shape, batch, layer)
+    attention = _attention(shape, batch)
+    moved, kept = _elementwise(shape, batch, layer)
+    exchanged = _exchanges(shape, batch, layer)
+    hidden_nbytes = 2 * tokens * shape.hidden / tensor
+    forward = (*multiply, *adapters, attention, moved, *exchanged)
+    backward = (
+        *exchanged,
+        *into_inputs,
+        *into_weights,
+        *adapters_back,
+        attention._replace(flops=2.5 * attention.flops, nbytes=2 * attention.nbytes),
+        moved._replace(nbytes=2 * moved.nbytes, count=2 * moved.count),
+    )
+    recomputed: tuple[Work, ...] = ()
+    saved, brought_back = kept, 0.0
+    if batch.checkpointing == "full":
+        recomputed, saved, brought_back = forward, hidden_nbytes, kept
+    elif batch.checkpointing == "selective":
+        recomputed = (*multiply[1::2], *adapters, moved, *exchanged)
+        saved = hidden_nbytes + 2 * sum(p.tokens * p.rows * p.num for p in products[::2])
+        saved += _attention_kept(shape, batch)
+        brought_back = max(0.0, kept - saved)
+    beside = brought_back if batch.has_two_recomputed else 0.0
+    gradients = sum(
+        s.numel * s.compute_dtype.itemsize
+        for s in _block_params(shape, batch, layer)
+        if s.trainable
+    )
+    width = sum(p.tokens * p.rows * p.num for p in products if p.name.endswith("in0"))
+    if tensor > 1:  # the inputs of products, whole again
+        brought_back += 4 * tokens * shape.hidden
+    working = (kernels.gate_kept + 2) * width + 2 * hidden_nbytes
+    return Stretch(
+        forward=forward,
+        backward=backward,
+        recomputed=recomputed,
+        saved_nbytes=round(saved),
+        freed_nbytes=round(saved),
+        forward_peak_nbytes=round(max(kept * 0.6, saved) + working / 2),
+        recomputed_nbytes=round(brought_back),
+        recomputed_peak_nbytes=round(brought_back + hidden_nbytes),
+        backward_peak_nbytes=round(working + beside + gradients),
+        gradient_nbytes=gradients,
+    )
+
+
+def _adapter_work(
+    shape: TransformerShape, batch: MicroBatch, layer: int
+) -> tuple[list[Work], list[Work]]:
+    """Return the kernels of adapters in forward and backward: two thin products and an addition each."""
+    forward, backward = [], []
+    rank, tokens = batch.lora_rank, batch.tokens
+    for m in _adapted(shape, layer) if rank else ():
+        down = _product(tokens, rank, m.columns, dtype="bfloat16", name="adapter")
+        up = _product(tokens, m.rows, rank, dtype="bfloat16", name="adapter")
+        forward += [down, up, _memory(tokens * (8 * m.columns + 8 * m.rows), "adapter", 4)]
+        backward += [
+            down,
+            up,
+            down,
+            up,
+            _memory(tokens * (8 * m.columns + 8 * m.rows), "adapter", 6),
+        ]
+    return forward, backward
+
+
+def _exchanges(shape: TransformerShape, batch: MicroBatch, layer: int) -> tuple[Work, ...]:
+    """Return what ranks that share a layer, a sequence or its experts exchange in a forward, as in a backward.
+
+    Tensor parallel ranks gather the sequence before attention and before the MLP, and reduce-scatter after each.
+    Context parallel ranks pass keys and values round. Expert parallel ones send tokens there and back.
+    """
+    parts, found = batch.parts, []
+    hidden_nbytes = 2 * batch.tokens * shape.hidden
+    if parts.tensor > 1:
+        found.append(_exchange(hidden_nbytes, parts.tensor, 1, 4))
+    if parts.context > 1:
+        keys = 2 * 2 * batch.sequences * batch.seq * shape.num_kv_heads * shape.head_dim
+        found.append(_exchange(keys / parts.tensor, parts.context, parts.tensor, 1))
+    experts = shape.experts
+    if parts.expert > 1 and experts is not None and layer >= experts.num_dense_layers:
+        found.append(_exchange(hidden_nbytes * experts.top_k, parts.expert, parts.tensor, 2))
+    return tuple(found)
+
+
+def _exchange(nbytes: float, ranks: int, stride: int, count: int) -> Work:
+    return Work(WorkKind.EXCHANGE, 0.0, nbytes, (ranks, stride, 0), "bfloat16", count, "exchange")
+
+
+def _attention(shape: TransformerShape, batch: MicroBatch) -> Work:
+    heads, dims = shape.num_heads / batch.parts.tensor, shape.head_dim
+    key_dims = dims + (_ROTARY if shape.kv_lora_rank else 0)
+    tokens = batch.tokens  # queries of this rank; keys are those of all of the sequence
+    flops = 2.0 * tokens * batch.seq * heads * (dims + key_dims) * (0.5 if batch.has_mask else 1.0)
+    nbytes = 2 * tokens * 4 * heads * dims
+    size = (round(batch.sequences * heads), batch.seq, dims)
+    return Work(WorkKind.ATTENTION, flops, nbytes, size, "bfloat16", 1, "attention")
+
+
+def _attention_kept(shape: TransformerShape, batch: MicroBatch) -> float:
+    heads = shape.num_heads / batch.parts.tensor
+    return batch.tokens * heads * (2 * shape.head_dim + 4)
+
+
+def _elementwise(shape: TransformerShape, batch: MicroBatch, layer: int) -> tuple[Work, float]:
+    """Return what moves bytes alone, and the bytes that a forward keeps without recomputation."""
+    kernels, tensor, tokens = batch.kernels, batch.parts.tensor, batch.tokens
+    products = _products(shape, batch, layer)
+    hidden = tokens * shape.hidden / tensor
+    is_attention = ("q", "k", "v", "kv_down", "kv_up")
+    heads = sum(p.tokens * p.rows for p in products if p.name in is_attention)
+    inner = sum(p.tokens * p.rows * p.num for p in products if p.name.endswith("in0"))
+    moved = hidden * 2 * (kernels.norm_moved + kernels.residual_moved)
+    moved += heads * kernels.rotary_moved + inner * kernels.gate_moved
+    kept = hidden * 2 * (kernels.norm_kept + 2) + 2 * heads + _attention_kept(shape, batch)
+    kept += inner * (kernels.gate_kept + 2)
+    if shape.experts is not None and layer >= shape.experts.num_dense_layers:
+        visits = shape.experts.top_k
+        moved += hidden * visits * 24  # sorted by expert, sent there, sent back, added up
+        kept += hidden * visits * 4
+    return _memory(moved, "elementwise", kernels.num_launched), kept
+
+
+def _embedding(shape: TransformerShape, batch: MicroBatch) -> Stretch:
+    nbytes = 2 * batch.tokens * shape.hidden / batch.parts.tensor
+    trains = not batch.lora_rank and not shape.tied_embeddings and batch.parts.pipeline == 1
+    gradient = 2 * shape.vocab * shape.hidden // batch.parts.tensor if trains else 0
+    return Stretch(
+        forward=(_memory(2 * nbytes, "embedding"),),
+        backward=(_memory(2 * nbytes + 2 * gradient, "embedding"),) if not batch.lora_rank else (),
+        saved_nbytes=round(nbytes),
+        freed_nbytes=round(2 * nbytes),
+        forward_peak_nbytes=round(nbytes),
+        backward_peak_nbytes=gradient,
+        gradient_nbytes=gradient,
+    )
+
+
+def _head(shape: TransformerShape, batch: MicroBatch) -> Stretch:
+    """Return the last norm, the logits and their loss; all of it is computed at once."""
+    kernels, tensor = batch.kernels, batch.parts.tensor * batch.parts.pipeline
+    tokens, hidden = batch.tokens, shape.hidden
+    logits = tokens * shape.vocab / tensor
+    vocab = shape.vocab / tensor
+    trains = not batch.lora_rank
+    gradient = round(2 * vocab * hidden) if trains else 0
+    norm = _memory(tokens * hidden / batch.parts.tensor * kernels.norm_moved, "norm")
+    multiply = _product(tokens, vocab, hidden, dtype="bfloat16", name="head")
+    backward = [
+        _memory(logits * kernels.loss_moved * 0.6, "loss", 4),
+        _product(tokens, hidden, vocab, dtype="bfloat16", name="head"),
+        norm._replace(nbytes=2 * norm.nbytes),
+    ]
+    if trains:
+        backward.append(_product(vocab, hidden, tokens, dtype="bfloat16", name="head"))
+    kept = round(logits * (kernels.loss_peak - 4))
+    return Stretch(
+        forward=(norm, multiply, _memory(logits * kernels.loss_moved * 0.4, "loss", 4)),
+        backward=tuple(backward),
+        saved_nbytes=kept,
+        freed_nbytes=kept - round(2 * tokens * hidden / batch.parts.tensor),
+        forward_peak_nbytes=kept + round(4 * tokens * hidden / batch.parts.tensor),
+        backward_peak_nbytes=round(4 * logits) + gradient,
+        gradient_nbytes=gradient,
+    )

@@ -1,0 +1,255 @@
+"""Predictions of published runs: what is read of a row, what is written, and what is refused."""
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from fullshard.planning.costs import SPREAD
+from fullshard.planning.published import (
+    COLUMNS,
+    RunsError,
+    UnsupportedRowError,
+    predict_row,
+    predict_runs,
+    published_run,
+)
+
+GIB = 1 << 30
+# Llama 3 8B as torchtitan trains it; empty columns are left out.
+ROW = {
+    "id": "xx-001",
+    "source": "somebody",
+    "model": "llama3-8b",
+    "params_b": "8.03",
+    "num_layers": "32",
+    "hidden": "4096",
+    "num_heads": "32",
+    "num_kv_heads": "8",
+    "ffn_hidden": "14336",
+    "vocab": "128256",
+    "tied_embeddings": "no",
+    "seq_len": "8192",
+    "micro_batch_per_gpu": "1",
+    "grad_accum": "1",
+    "num_gpus": "8",
+    "gpus_per_node": "8",
+    "gpu": "H100-80GB-SXM",
+    "intra_node_gbps": "450",
+    "system": "fsdp2",
+    "sharding": "full",
+    "shard_size": "8",
+    "tp": "1",
+    "pp": "1",
+    "cp": "1",
+    "ep": "1",
+    "param_dtype": "bf16",
+    "reduce_dtype": "fp32",
+    "fp8": "no",
+    "compile": "no",
+    "act_ckpt": "selective",
+    "attention": "sdpa",
+    "mem_kind": "reserved",
+    "notes": "master=fp32; opt=adamw",
+}
+
+
+def changed(**values: str) -> dict[str, str]:
+    return ROW | values
+
+
+def test_a_prediction_depends_on_nothing_but_the_run() -> None:
+    measured = {
+        "iter_time_s": "1.4",
+        "peak_mem_gib": "50",
+        "mfu_pct": "33",
+        "tokens_per_s_per_gpu": "9",
+    }
+    told = predict_row(ROW | measured | {"notes": ROW["notes"] + "; peak_active_gib=40; 100 steps"})
+    blank = predict_row(changed(id="", source="", model="", params_b=""))
+    assert told == blank
+
+
+def test_a_known_run_is_predicted_as_it_was_measured() -> None:
+    found = predict_row(changed(gpu="H100-96GB-HBM2e-500W"))
+    # Measured four times: 1.375 to 1.463 s, and 49.4 to 49.7 GiB.
+    assert found.step_s == pytest.approx(1.42, rel=0.15)
+    assert found.peak_nbytes / GIB == pytest.approx(49.6, rel=0.15)
+    assert found.fits
+    assert found.tokens_per_s == pytest.approx(8192 / found.step_s)
+
+
+@pytest.mark.parametrize(
+    ("values", "is_longer", "is_larger"),
+    [
+        ({"micro_batch_per_gpu": "2"}, True, True),
+        ({"act_ckpt": "none"}, False, True),
+        ({"act_ckpt": "full"}, True, False),
+        ({"num_gpus": "64", "shard_size": "64"}, None, False),
+        ({"fp8": "yes"}, False, None),
+        ({"compile": "yes"}, False, False),
+        ({"grad_accum": "4"}, True, True),
+        ({"gpu": "A100-80GB-SXM"}, True, None),
+        ({"gpu": "H200-141GB-SXM"}, False, None),
+        ({"notes": "master=fp32; train=lora"}, False, False),
+        ({"notes": "master=bf16"}, False, False),
+        ({"mem_kind": "allocated"}, None, False),
+        ({"offload": "params+grads+optim"}, True, False),
+        ({"notes": "master=fp32; opt=sgd"}, False, False),
+        ({"peak_bf16_tflops": "100"}, True, None),
+        ({"hbm_gbps": "500"}, True, None),
+        ({"tp": "2", "shard_size": "4"}, None, False),
+        ({"sharding": "hybrid", "num_gpus": "64"}, True, None),
+    ],
+)
+def test_a_change_has_its_effect(
+    values: Mapping[str, str], is_longer: bool | None, is_larger: bool | None
+) -> None:
+    before, after = predict_row(ROW), predict_row(ROW | values)
+    if is_longer is not None:
+        assert (after.step_s > before.step_s) is is_longer
+    if is_larger is not None:
+        assert (after.peak_nbytes > before.peak_nbytes) is is_larger
+
+
+def test_passes_beyond_two_are_like_the_second() -> None:
+    steps = [predict_row(changed(grad_accum=str(n))).step_s for n in (2, 3, 4)]
+    assert steps[2] - steps[1] == pytest.approx(steps[1] - steps[0], rel=1e-3)
+
+
+def test_what_is_not_given_is_the_least_that_fits() -> None:
+    assert "took none" in predict_row(changed(act_ckpt="", seq_len="2048")).reason
+    found = predict_row(changed(act_ckpt="", micro_batch_per_gpu="4", attention="triton"))
+    assert "took full" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"seq_len": ""}, "seq_len is not given: took 4096"),
+        ({"micro_batch_per_gpu": ""}, "micro_batch_per_gpu is not given: took 1"),
+        ({"vocab": ""}, "vocab is not given"),
+        ({"notes": "opt=banana"}, "opt=banana is not known: took adamw"),
+        ({"notes": "master=banana"}, "master=banana is not known: took fp32"),
+    ],
+)
+def test_what_is_assumed_is_said(values: Mapping[str, str], said: str) -> None:
+    assert said in predict_row(ROW | values).reason
+    assert not predict_row(ROW).reason
+
+
+def test_experts_and_latent_attention_are_read() -> None:
+    run = published_run(
+        changed(
+            ep="4",
+            notes="moe=experts=64,shared=2,top_k=6,moe_ffn=1408,dense_layers=1,mla=kv_lora_rank 512",
+        )
+    )
+    assert run.shape.experts is not None
+    assert (run.shape.experts.num, run.shape.experts.top_k, run.shape.experts.num_shared) == (
+        64,
+        6,
+        2,
+    )
+    assert run.shape.kv_lora_rank == 512
+    assert run.batch.parts.expert == 4
+
+
+def test_a_shape_that_is_not_given_is_the_usual_one() -> None:
+    run = published_run(changed(hidden="", num_layers="", num_heads="", params_b="175"))
+    assert (run.shape.num_layers, run.shape.hidden) == (96, 12288)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"gpu": "H300"}, "H100-80GB-SXM"),
+        ({"num_layers": ""}, "num_layers"),
+        ({"hidden": "wide"}, "hidden"),
+        ({"hidden": "", "params_b": ""}, "params_b"),
+        ({"notes": "moe=hybrid mamba/attention MoE, shape not recorded"}, "shape"),
+        ({"tp": "3"}, "3 ways"),
+        ({"seq_len": "0"}, "seq_len"),
+        ({"micro_batch_per_gpu": "-1"}, "micro_batch_per_gpu"),
+        ({"num_heads": "0"}, "num_heads"),
+        ({"num_heads": "30"}, "no multiple of num_heads"),
+        ({"num_kv_heads": "5"}, "num_kv_heads"),
+        ({"micro_batch_per_gpu": "1.5"}, "whole number"),
+        ({"shard_size": "3"}, "8 ranks"),
+        ({"shard_size": "16"}, "8 ranks"),
+        ({"offload": "banana"}, "params"),
+        ({"system": "foo"}, "fsdp2"),
+        ({"sharding": "foo"}, "hybrid"),
+        ({"act_ckpt": "maybe"}, "selective"),
+        ({"attention": "foo"}, "flash"),
+        ({"compile": "banana"}, "yes, no"),
+        ({"param_dtype": "int8"}, "bf16"),
+    ],
+)
+def test_a_row_that_cannot_be_predicted_says_why(values: Mapping[str, str], said: str) -> None:
+    with pytest.raises(UnsupportedRowError, match=said):
+        predict_row(ROW | values)
+
+
+def test_every_row_is_in_the_table_that_is_written(tmp_path: Path) -> None:
+    source, out = tmp_path / "runs.csv", tmp_path / "predictions.csv"
+    rows = [ROW, changed(id="xx-002", gpu="H300"), changed(id="xx-003", micro_batch_per_gpu="64")]
+    with source.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*ROW], lineterminator="\r\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    summary = predict_runs(source, out)
+    with out.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        written = list(reader)
+    assert tuple(reader.fieldnames or ()) == COLUMNS
+    assert [row["id"] for row in written] == ["xx-001", "xx-002", "xx-003"]
+    assert [row["fits"] for row in written] == ["yes", "", "no"]
+    step_s, low_s, high_s = (float(written[0][key]) for key in ("iter_time_s", "low_s", "high_s"))
+    assert (low_s / step_s, high_s / step_s) == pytest.approx(SPREAD, rel=1e-3)
+    assert "H300" in written[1]["reason"]
+    assert (summary.num_rows, summary.num_predicted, summary.num_fitting) == (3, 2, 1)
+
+
+def test_rows_without_names_are_numbered(tmp_path: Path) -> None:
+    source, out = tmp_path / "runs.csv", tmp_path / "predictions.csv"
+    for columns in ([*ROW], [key for key in ROW if key not in ("id", "source", "model")]):
+        with source.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows([changed(id=""), changed(id="")])
+        predict_runs(source, out)
+        with out.open(newline="", encoding="utf-8") as file:
+            assert [row["id"] for row in csv.DictReader(file)] == ["1", "2"]
+
+
+def test_lines_of_another_length_are_read(tmp_path: Path) -> None:
+    source, out = tmp_path / "runs.csv", tmp_path / "predictions.csv"
+    values = ",".join(f'"{value}"' for value in ROW.values())
+    # As a spreadsheet writes it: with a mark at the beginning.
+    source.write_text("\ufeff" + ",".join(ROW) + f"\nx1,foo\n{values},more,and more\n")
+    summary = predict_runs(source, out)
+    assert summary.num_predicted == 1
+    assert set(summary.unsupported) == {"x1"}
+
+
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other.csv"
+    other.write_text("a,b\n1,2\n")
+    for source in (other, tmp_path / "missing.csv", tmp_path):
+        with pytest.raises(RunsError, match=source.name):
+            predict_runs(source, tmp_path / "out.csv")
+    other.write_text(",".join(ROW) + "\n")
+    with pytest.raises(RunsError, match="no rows"):
+        predict_runs(other, tmp_path / "out.csv")
+    other.write_text(";".join(ROW) + "\n1;2\n")
+    with pytest.raises(RunsError, match="commas"):
+        predict_runs(other, tmp_path / "out.csv")
+    good = tmp_path / "good.csv"
+    good.write_text(",".join(ROW) + "\n" + ",".join(f'"{v}"' for v in ROW.values()) + "\n")
+    with pytest.raises(RunsError, match="is the table that is read"):
+        predict_runs(good, good)
+    assert good.read_text().startswith("id,")
+    with pytest.raises(RunsError, match="nowhere"):
+        predict_runs(good, tmp_path / "nowhere" / "out.csv")
