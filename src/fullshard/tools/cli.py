@@ -5,6 +5,7 @@ What a command needs is imported when it runs: torch takes seconds, and `--help`
 fullshard train                     start this machine's ranks and train
 torchrun ... -m fullshard train     be one of the ranks that torchrun started
 srun ... fullshard train            be one of the ranks that Slurm started
+fullshard plan MODEL ...            say what training will need and take, before there is a machine
 fullshard launch --print slurm ...  print what starts a run under Slurm, Kubernetes, Ray or SkyPilot
 fullshard run train.py              run an unmodified script on fullshard, or trace it
 fullshard compare train.py          run a script under PyTorch's engine and under fullshard, side by side
@@ -47,6 +48,7 @@ from fullshard.tools.cli_options import App, at_least, flag, refuse
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.launch_cli import LAUNCH_EXAMPLES, launch
+from fullshard.tools.plan_cli import PLAN_EXAMPLES, plan
 from fullshard.tools.train_cli import TRAIN_EXAMPLES, TrainCommand, train
 from fullshard.versions import installed
 
@@ -195,6 +197,7 @@ app.command(epilog=COMPARE_EXAMPLES, cls=ProgramCommand)(compare)
 app.command(epilog=VERIFY_EXAMPLES)(verify)
 app.command(epilog=REPLAY_EXAMPLES)(replay)
 app.command(epilog=LAUNCH_EXAMPLES)(launch)
+app.command(epilog=PLAN_EXAMPLES)(plan)
 
 
 @app.command(epilog=_MIGRATE_EXAMPLES)

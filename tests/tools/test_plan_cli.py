@@ -1,0 +1,349 @@
+"""`fullshard plan`: what it prints is the plan, and what cannot be planned is refused with what would work."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fullshard import TrainingSetup, TransformerShape, machine_named, plan_training
+from fullshard.tools import cli
+from fullshard.tools.config import OptionError
+from fullshard.tools.exits import Exit
+from fullshard.tools.plan_options import PlanOptions, quantity, shape_sizes
+
+GPU = ("--gpu", "H100-80GB-SXM")
+ON_8 = (*GPU, "--ranks", "8")
+SHAPE = "layers=4,hidden=512,heads=8,kv-heads=2,ffn=1408,vocab=1000"
+NUMBERS = ("--flops", "400T", "--memory", "60GiB", "--memory-bandwidth", "2TB/s")
+NUMBERS += ("--link", "300GB/s")
+SAMPLES = ("--example-input", "planned_program:samples")
+PROGRAM = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+    def forward(self, x):
+        print("a program may print")
+        return self.linear(x)
+
+class ByValue(Block):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x
+
+def net():
+    return nn.Sequential(*(Block() for _ in range(3)))
+
+def by_value():
+    return nn.Sequential(*(ByValue() for _ in range(3)))
+
+def reads():
+    return nn.Linear(int(torch.ones(8).sum()), 3)
+
+def samples(batch):
+    return torch.empty(batch, 8, device="meta")
+
+def values():
+    return torch.ones(4, 8)
+
+def loss(output):
+    return output.float().sum()
+
+def number():
+    return 3
+
+def boom(batch, seq):
+    raise RuntimeError("no file")
+
+def keeps(output):
+    return output
+"""
+
+
+def called(*words: str) -> Result:
+    return CliRunner().invoke(cli.app, ["plan", *words])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("program")
+    (folder / "planned_program.py").write_text(PROGRAM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield
+
+
+def test_what_is_printed_is_the_plan() -> None:
+    setup = TrainingSetup(machine_named("H100-80GB-SXM"), ranks=8, batch=2, seq=256)
+    shape = TransformerShape(4, 512, 8, 2, 1408, 1000, 64)
+    words = ("--shape", SHAPE, *ON_8, "--batch", "2", "--seq", "256")
+    text = called(*words)
+    assert text.exit_code == Exit.OK, text.output
+    plan = plan_training(shape, setup)
+    assert text.stdout == f"{plan}\n"
+    assert json.loads(called(*words, "--json").stdout) == plan.as_dict()
+
+
+def test_what_does_not_fit_has_a_code_of_its_own() -> None:
+    words = ("--shape", "layers=48,hidden=8192,heads=64,vocab=32000", *ON_8, "--json")
+    result = called(*words)
+    assert result.exit_code == Exit.FAILED
+    assert json.loads(result.stdout)["memory"]["fits"] is False
+
+
+def test_a_users_model_is_planned_with_inputs_of_its_own() -> None:
+    words = ("--dtype", "fp32", "--example-input", "planned_program:samples", *ON_8, "--json")
+    result = called("planned_program:net", "--batch", "3", *words)
+    assert result.exit_code == Exit.OK, result.output
+    found = json.loads(result.stdout)
+    assert found["settings"]["tokens_per_microbatch"] == 3
+    assert found["settings"]["counts"] == "samples"
+    assert found["settings"]["num_params"] == 3 * 72
+    by_loss = called("planned_program:net", *words, "--loss", "planned_program:loss")
+    assert by_loss.exit_code == Exit.OK, by_loss.output
+    given = ("--example-input", "planned_program:values")
+    by_value = called("planned_program:by_value", "--dtype", "fp32", *given, *ON_8)
+    assert by_value.exit_code == Exit.OK, by_value.output
+    reads = called("planned_program:reads", *given, *ON_8)
+    assert reads.exit_code == Exit.OK, reads.output
+
+
+def test_options_change_what_they_name() -> None:
+    words = ("tiny", *GPU, "--hosts", "2", "--json")
+    more = ("--shard-size", "4", "--grad-accum", "2", "--reduce-last", "--checkpointing", "full")
+    more += ("--param-dtype", "bf16", "--reduce-dtype", "bf16", "--optimizer", "sgd", "--fused")
+    more += ("--offload", "optimizer", "--compile", "--attention", "flash", "--reshard", "no")
+    settings = json.loads(called(*words, *more).stdout)["settings"]
+    wanted = {"ranks": 16, "hosts": 2, "shard_size": 4, "accumulation": 2, "reduces_each": False}
+    wanted |= {"checkpointing": "full", "stored_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
+    wanted |= {"optimizer": "sgd", "is_fused": True, "offload": "optimizer", "is_compiled": True}
+    wanted |= {"attention": "flash", "reshard_after_forward": False}
+    assert {name: settings[name] for name in wanted} == wanted
+
+
+def test_a_table_of_runs_is_predicted(tmp_path: Path) -> None:
+    source, out = tmp_path / "runs.csv", tmp_path / "predictions.csv"
+    columns = (
+        "id,gpu,num_layers,hidden,num_heads,vocab,num_gpus,seq_len,micro_batch_per_gpu,act_ckpt"
+    )
+    source.write_text(
+        f"{columns}\nx,H100-80GB-SXM,4,512,8,1000,8,256,2,none\ny,Abacus,4,512,8,1000,8,256,2,none\n"
+    )
+    result = called("--runs", str(source), "--out", str(out))
+    assert result.exit_code == Exit.OK, result.output
+    first, second = csv.DictReader(out.read_text().splitlines())
+    assert float(first["iter_time_s"]) > 0
+    assert first["fits"] == "yes"
+    assert "Abacus" in second["reason"]
+    assert not second["iter_time_s"]
+    missing = called("--runs", str(tmp_path / "none.csv"), "--out", str(out))
+    assert missing.exit_code == Exit.USAGE
+    assert "none.csv" in missing.output
+
+
+def test_a_machine_may_be_given_by_its_numbers() -> None:
+    words = (*NUMBERS, "--network", "200Gb/s", "--per-host", "4", "--ranks", "8")
+    machine = json.loads(called("--shape", SHAPE, *words, "--json").stdout)["machine"]
+    assert machine == {
+        "gpu": "custom GPU",
+        "flops_per_s": 4e14,
+        "memory_nbytes": 60 * 2**30,
+        "memory_nbytes_per_s": 2e12,
+        "link_nbytes_per_s": 3e11,
+        "network_nbytes_per_s": 2.5e10,
+        "per_host": 4,
+    }
+    other = json.loads(called("--shape", SHAPE, *ON_8, "--memory", "1GiB", "--json").stdout)[
+        "machine"
+    ]
+    assert other["memory_nbytes"] == 2**30
+    assert other["flops_per_s"] == machine_named("H100-80GB-SXM").gpu.flops
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("8b", "--gpu", "H100", "--ranks", "8"), "Known: A100-40GB-SXM, "),
+        (("8b", "--gpu", "H100", "--ranks", "8"), "--memory-bandwidth"),
+        (("8b", "--ranks", "8"), "or give its numbers: --flops, --memory"),
+        (("8b", "--ranks", "8", "--flops", "9T", "--memory", "8GB"), "--memory-bandwidth, --link"),
+        (("8b", "--ranks", "16", *NUMBERS), "give --network"),
+        (("8b", "--hosts", "2", *NUMBERS), "give --network"),
+        (("8b", "--ranks", "8", "--per-host", "4", *NUMBERS), "hosts of 4 GPUs: give --network"),
+        (("8b", *GPU), "--ranks N, or --hosts N"),
+        (("8b", *ON_8, "--memory", "80"), "--memory 80: give bytes with their unit, such as 80GiB"),
+        (("8b", *ON_8, "--memory", "80GB/s"), "--memory 80GB/s: give bytes"),
+        (("8b", *ON_8, "--link", "400GB"), "--link 400GB: give bytes a second"),
+        (("8b", *ON_8, "--network", "400"), "--network 400: give bytes a second"),
+        (("8b", *ON_8, "--flops", "989"), "--flops 989: give operations a second"),
+        (("8b", *ON_8, "--memory", "0GiB"), "--memory 0GiB"),
+        (("8b", *ON_8, "--shard-size", "16"), "there are 8 ranks"),
+        (("8b", *ON_8, "--shard-size", "3"), "does not divide 8 ranks"),
+        (("8b", *GPU, "--ranks", "12"), "12 ranks do not fill hosts of 8 GPUs"),
+        (("8b", *ON_8, "--hosts", "3"), "3 does not divide 8"),
+        (("8b", *ON_8, "--hosts", "2", "--per-host", "2"), "2 hosts of 2 GPUs have 4"),
+        (("8b", *ON_8, "--batch", "0"), "--batch 0: must be at least 1"),
+        (("8b", *ON_8, "--seq", "0"), "--seq 0: must be at least 1"),
+        (("8b", *ON_8, "--per-host", "0"), "--per-host 0: must be at least 1"),
+        (("8b", *ON_8, "--dtype", "fp8"), "--dtype fp8: choose from fp32, bf16, fp16"),
+        (("8b", *ON_8, "--param-dtype", "int8"), "--param-dtype int8"),
+        (("8b", *ON_8, "--reshard", "3"), "must be a factor of 8"),
+        (("8b", *ON_8, "--reshard", "maybe"), "expected yes, no, or the size"),
+        (("8b", *ON_8, "--optimizer", "lion"), "expected adamw"),
+        (("8b", *ON_8, "--checkpointing", "yes"), "expected none, selective, full"),
+        (("tiny", *ON_8, "--unsharded", "layers.7"), "Units are model.layers.0"),
+        (("tiny", *ON_8, "--units", "blocks"), "has no module blocks"),
+        (("9b", *ON_8), "9b: is no size (tiny, 10m"),
+        (ON_8, "give a MODEL or --shape"),
+        (("8b", "--shape", SHAPE, *ON_8), "and not both"),
+        (("--shape", "layers=2,hidden=8", *ON_8), "heads, vocab missing"),
+        (("--shape", f"{SHAPE},depth=3", *ON_8), "--shape depth=3: sizes are layers"),
+        (("--shape", f"{SHAPE},layers=5", *ON_8), "--shape layers=5: layers is given twice"),
+        (("--shape", f"{SHAPE},tied=1", *ON_8), "expected yes or no"),
+        (("--shape", "layers=x", *ON_8), "--shape layers=x: expected a whole number"),
+        (("--shape", "layers=1,hidden=10,heads=3,vocab=9", *ON_8), "Give head-dim"),
+        (
+            ("--shape", SHAPE.replace("heads=2", "heads=3"), *ON_8),
+            "kv-heads 3 do not divide 8 heads",
+        ),
+        (("--shape", SHAPE, "--dtype", "fp32", *ON_8), "give the model itself"),
+        (("--shape", SHAPE, "--units", "a", *ON_8), "a shape has no module"),
+        (("planned_program:nothing", *ON_8), "has no function 'nothing'; it has "),
+        (("no_such_program:net", *ON_8), "no module 'no_such_program'"),
+        (("planned_program:number", *ON_8), "returned int, not a model"),
+        (("planned_program:reads", *ON_8), "--example-input MODULE:FUNCTION"),
+        (("planned_program:net", *ON_8), "0.linear (Linear, planned_program.py:11)"),
+        (("planned_program:net", *ON_8, "--example-input", "samples"), "expected MODULE:FUNCTION"),
+        (
+            ("planned_program:by_value", *ON_8, "--example-input", "planned_program:samples"),
+            "0 (ByValue, planned_program.py:15) reads values",
+        ),
+        (
+            ("planned_program:net", *ON_8, "--example-input", "planned_program:boom"),
+            "given as the inputs, raised RuntimeError: no file.",
+        ),
+        (
+            ("planned_program:net", *ON_8, *SAMPLES, "--loss", "planned_program:keeps"),
+            "keeps, given as the loss, returned a tensor of shape (1, 8)",
+        ),
+        (("tiny", *ON_8, "--unsharded", ""), "--unsharded '': a name is empty"),
+        (("tiny", *ON_8, "--units", "a,"), "--units 'a,': a name is empty"),
+        (("tiny", *ON_8, "--optimizer", "adafactor", "--fused"), "no fused adafactor"),
+        (("--shape", SHAPE, "--loss", "planned_program:loss", *ON_8), "a shape has no module"),
+        (("json:dumps", *ON_8), "is called without arguments"),
+        (("--runs", "runs.csv"), "--runs and --out belong together"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_planned_is_refused(words: tuple[str, ...], said: str) -> None:
+    result = called(*words)
+    assert result.exit_code == Exit.USAGE, result.output
+    assert said in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "number"),
+    [
+        ("80GiB", "bytes", 80 * 2**30),
+        ("80 GB", "bytes", 80e9),
+        ("1.5TB", "bytes", 1.5e12),
+        ("3.35TB/s", "bytes a second", 3.35e12),
+        ("400Gb/s", "bytes a second", 5e10),
+        ("989T", "operations a second", 9.89e14),
+        ("2.25PFLOP/s", "operations a second", 2.25e15),
+        ("312TFLOPS", "operations a second", 3.12e14),
+    ],
+)
+def test_quantities_have_units(text: str, kind: str, number: float) -> None:
+    assert quantity("--x", text, kind) == pytest.approx(number)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [(text, "bytes") for text in ("80", "80Gi", "1.2.3GB", "-1GB", "GB", "80Gb", "infGB", "1eGB")],
+)
+def test_quantities_without_units_are_refused(text: str, kind: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(f"--x {text}")):
+        quantity("--x", text, kind)
+
+
+def test_sizes_that_are_left_out_are_the_usual_ones() -> None:
+    sizes = shape_sizes("layers=2,hidden=64,heads=4,vocab=100")
+    assert TransformerShape(**sizes) == TransformerShape(2, 64, 4, 4, 256, 100, 16)
+    assert shape_sizes("layers=2,hidden=64,heads=4,vocab=9,tied=yes,gated=no,head-dim=32") == {
+        **sizes,
+        "vocab": 9,
+        "head_dim": 32,
+        "tied_embeddings": True,
+        "gated_mlp": False,
+    }
+
+
+def test_the_command_of_the_readme_works() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (line,) = re.findall(r"`fullshard plan (.*?)`", readme)
+    result = called(*line.split())
+    assert result.exit_code == Exit.OK, result.output
+    assert "GiB of 79.1: fits" in result.output
+
+
+def test_options_are_checked_without_torch() -> None:
+    with pytest.raises(OptionError, match="--shard-size 0"):
+        PlanOptions("8b", shard_size=0)
+
+
+SEARCHED = ("--shape", SHAPE, *ON_8, "--batch", "2", "--seq", "512", "--search")
+
+
+def test_a_search_prints_a_program_and_how_to_start_it() -> None:
+    done = called(*SEARCHED, "--json")
+    assert done.exit_code == Exit.OK
+    found = json.loads(done.stdout)
+    assert found["launch"] == "torchrun --nproc-per-node 8 train.py"
+    compile(found["program"], "printed", "exec")
+    best = found["best"]
+    assert [each["step_s"] for each in best] == sorted(each["step_s"] for each in best)
+    # The batch of a step stays what it was.
+    assert {each["sequences"] * each["num_microbatches"] for each in best} == {2}
+    assert found["program"] in called(*SEARCHED).stdout
+
+
+def test_a_search_chooses_what_is_not_given() -> None:
+    done = called(*SEARCHED, "--shard-size", "4")
+    assert done.exit_code == Exit.USAGE
+    assert "--shard-size" in done.stderr
+
+
+def test_a_search_in_which_nothing_fits_fails() -> None:
+    done = called(*SEARCHED, "--memory", "500MiB")
+    assert done.exit_code == Exit.FAILED
+    assert not done.stdout
+    assert "The smallest needs" in done.stderr
+
+
+# This machine
+
+
+@pytest.mark.long
+def test_what_was_measured_here_is_planned_with(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    run = ("planned_program:net", "--example-input", "planned_program:samples", "--dtype", "fp32")
+    result = called(*run, "--calibrate", "--out", str(path), "--json")
+    assert result.exit_code == 0, result.output
+    planned = json.loads(result.stdout)
+    assert planned["settings"]["ranks"] == 2
+    again = called(*run, "--gpu", str(path), "--json")
+    assert json.loads(again.stdout) == planned
+    # It was measured for one dtype, and for so many ranks.
+    for words, what in ((("--dtype", "bf16"), "bfloat16"), (("--ranks", "4"), "2")):
+        refused = called(*run, "--gpu", str(path), *words)
+        assert refused.exit_code == Exit.USAGE
+        assert what in refused.output
