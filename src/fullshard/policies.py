@@ -215,6 +215,7 @@ class UnitConfig:
     reshard_after_forward: True reshards over the whole shard axis, False keeps the parameters
         unsharded until backward is over, an int reshards over groups of that many ranks, None
         means True except for the root.
+    is_kept: parameters stay unsharded until backward whatever the former says: `keep_unsharded` has chosen it.
     style: how sharded parameters appear. It also decides the layout: flat, except for DTENSOR.
     all_reduce_hook: called with each sum (1-D, divided already) before gradients are set.
     comm_hook: reduces instead of the unit. Flat styles only.
@@ -232,6 +233,7 @@ class UnitConfig:
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
     offload_policy: OffloadPolicy = OffloadPolicy()
     reshard_after_forward: bool | int | None = None
+    is_kept: bool = False
     comm: CommChoice = CommChoice.AUTO
     reduce_grads: bool = True
     all_reduce_grads: bool = True

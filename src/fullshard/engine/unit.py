@@ -26,6 +26,7 @@ from fullshard.engine.runtime import Lane, Runtime, outside_transforms
 from fullshard.errors import StateError
 from fullshard.plan.layout import UnitLayout
 from fullshard.plan.trace import Kind
+from fullshard.plan.ways import PEER_MEMORY, gather_memory
 from fullshard.policies import UnitConfig
 from fullshard.torch_private import are_transforms_active, set_grad_enabled
 
@@ -177,7 +178,8 @@ class Unit:
         self.config = config
         self.reduces_unused = config.reduces_unused
         option = config.reshard_after_forward
-        self.keeps_after_forward = self.is_root if option is None else option is False
+        stays = self.is_root if option is None else option is False
+        self.keeps_after_forward = stays or config.is_kept
 
     def become_root(self) -> None:
         """Make this a unit of the root module, with the options that are the root's alone."""
@@ -227,6 +229,21 @@ class Unit:
         extended = self.params.extended
         own = 0 if extended is None else extended.gathered_nbytes
         return self.plan_layout().unsharded_nbytes + own
+
+    def private_nbytes(self, params: Sequence[ManagedParameter] | None = None) -> int:
+        """Return the bytes of memory that whole parameters take on this rank, beside what is read in place.
+
+        params: the unit's, or those that it will have. Of extended parameters, the bytes of the last gather.
+        """
+        is_in_place = self.may_be_in_place and not self.is_written
+        extended = self.params.extended
+        own = 0 if extended is None else extended.gathered_nbytes
+        return own + sum(
+            gather_memory(bucket, PEER_MEMORY, is_offloaded=False).buffer_nbytes
+            if is_in_place
+            else bucket.unsharded_nbytes
+            for bucket in self.plan_layout(params).buckets
+        )
 
     def reduce_over(self, group: dist.ProcessGroup | None) -> None:
         """Reduce-scatter over another group of the same ranks; None for the shard group."""
@@ -476,6 +493,8 @@ class Unit:
             self._to(UnitPhase.POST_FORWARD)
             if params.shown.uses is not None:
                 params.shown.uses.retire(params.shown.num_switched, True)
+            if self.observer is not None:
+                self.observer.changed(self)
             return
         # Nobody waits for the device, which may still read it: [Note: Lanes] in `runtime`, rule 1.
         buffers.free_unsharded()

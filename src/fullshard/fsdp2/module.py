@@ -83,7 +83,7 @@ class FSDPModule:
             unit.settle()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Free parameters after forward, or keep them until backward.
+        """Free parameters after forward, or keep them until backward, whatever `keep_unsharded` has chosen.
 
         Raises ShardingError for what is no bool.
         """
@@ -91,7 +91,7 @@ class FSDPModule:
             raise ShardingError(
                 f"reshard_after_forward should be a bool, got {reshard_after_forward!r}."
             )
-        self._configure(recurse=recurse, reshard_after_forward=reshard_after_forward)
+        self._configure(recurse=recurse, reshard_after_forward=reshard_after_forward, is_kept=False)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True

@@ -202,7 +202,7 @@ def _exposed(run: RunRecord) -> Iterator[Advice]:
         rule, free = "reshard", gathers / 2
         todo = (
             "Parameters are gathered again for the backward: reshard_after_forward=False keeps them, for the memory "
-            "of all unsharded parameters"
+            "of all unsharded parameters, and fullshard.keep_unsharded those that a budget of bytes holds"
         )
     else:
         rule, free = "batch", exposed / 2

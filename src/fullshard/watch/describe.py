@@ -33,6 +33,7 @@ class UnitDescription:
     is_written: whether somebody was seen to write to parameters while the model ran.
     exempt: names of parameters that are computed in a dtype of their own (`param_dtype_override_fn`).
     reduces: whether backward reduces gradients, and does not keep them for a later one.
+    is_kept: whether `keep_unsharded` has chosen it to stay unsharded from forward to backward.
     keeps_storage: whether the memory of unsharded parameters is kept while they are sharded.
     unused: what follows for parameters without a gradient; "" if nothing was said.
     divide_factor: what summed gradients are divided by.
@@ -66,6 +67,7 @@ class UnitDescription:
     replicate_size: int = 1
     state_nbytes: int = 0
     state_place: str = ""
+    is_kept: bool = False
 
     def __str__(self) -> str:
         place = " (read in place)" if self.in_place else ""
@@ -81,6 +83,7 @@ class UnitDescription:
             f"exempt from param_dtype: {', '.join(self.exempt)}" if self.exempt else "",
             self.unused,
             "" if self.reduces else "gradients kept for a later backward",
+            "stays unsharded within a budget" if self.is_kept else "",
             "memory kept while sharded" if self.keeps_storage else "",
             "offloaded to CPU" if self.offload else "",
             f"{format_nbytes(self.state_nbytes)} of optimizer state on {self.state_place}"
@@ -121,7 +124,7 @@ class Description:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _DescribedUnit:
+class DescribedUnit:
     """A unit with the names and parameters to describe it by.
 
     They are the unit's own once the model has run. Before, they are those that the first forward
@@ -147,19 +150,17 @@ def describe(model: nn.Module) -> Description:
             f"{type(model).__name__} is not sharded. Pass the module given to fully_shard last, or the "
             "outermost wrapper."
         )
-    iteration = state.known_iteration  # the whole model's, even if ``model`` is a part of it
-    if iteration is None:
-        units = _expected(model, state)
-    else:
-        units = [
-            _DescribedUnit(u, u.name, u.managed, {p: p.names for p in u.managed}, u.is_root)
+    return Description(tuple(map(_describe, units_of(model, state))), state.has_manual_finalization)
+
+
+def units_of(model: nn.Module, root: ModuleState) -> list[DescribedUnit]:
+    """Return a model's units as they are, or as the first forward will make them: named by path, with ties moved."""
+    iteration = root.known_iteration  # the whole model's, even if ``model`` is a part of it
+    if iteration is not None:
+        return [
+            DescribedUnit(u, u.name, u.managed, {p: p.names for p in u.managed}, u.is_root)
             for u in iteration.units
         ]
-    return Description(tuple(map(_describe, units)), state.has_manual_finalization)
-
-
-def _expected(model: nn.Module, root: ModuleState) -> list[_DescribedUnit]:
-    """Return units as the first forward will make them: named by path, with ties moved."""
     named = named_states(model)
     paths = paths_of(model)
     params = {unit: list(unit.managed) for state in named.values() for unit in state.all_units}
@@ -168,13 +169,13 @@ def _expected(model: nn.Module, root: ModuleState) -> list[_DescribedUnit]:
         params[unit].remove(param)
         params[other].append(param)
     return [
-        _DescribedUnit(unit, name, params[unit], names, unit in root.all_units)
+        DescribedUnit(unit, name, params[unit], names, unit in root.all_units)
         for unit, name in names_of_units(named).items()
         if params[unit]
     ]
 
 
-def _describe(shown: _DescribedUnit) -> UnitDescription:
+def _describe(shown: DescribedUnit) -> UnitDescription:
     unit, names = shown.unit, shown.names
     plan = unit.mesh.plan
     layout = unit.plan_layout(shown.params)
@@ -186,6 +187,7 @@ def _describe(shown: _DescribedUnit) -> UnitDescription:
         for route in Route
     }
     option = unit.config.reshard_after_forward
+    option = (not shown.is_root) if option is None else option
     mesh = f"shard {plan.shard_size}"
     if plan.replicate_size > 1:
         mesh = f"replicate {plan.replicate_size} x {mesh}"
@@ -200,7 +202,7 @@ def _describe(shown: _DescribedUnit) -> UnitDescription:
         mesh=mesh,
         communication=unit.comm.name,
         dtypes=f"parameters {', '.join(dtypes)}; {_gradients(shown)}",
-        reshard_after_forward=(not shown.is_root) if option is None else option,
+        reshard_after_forward=False if unit.config.is_kept else option,
         direct=routes[Route.DIRECT],
         packed=routes[Route.PACKED],
         flat=routes[Route.FLAT],
@@ -226,6 +228,7 @@ def _describe(shown: _DescribedUnit) -> UnitDescription:
         replicate_size=plan.replicate_size,
         state_nbytes=state_nbytes,
         state_place=state_place,
+        is_kept=unit.config.is_kept,
     )
 
 
@@ -239,7 +242,7 @@ def _unused(config: UnitConfig) -> str:
     return f"{said}, ranks may skip it" if config.may_be_skipped else said
 
 
-def _gradients(shown: _DescribedUnit) -> str:
+def _gradients(shown: DescribedUnit) -> str:
     """Say in which dtypes gradients are reduced and summed, and kept if not in the parameters'."""
     unit = shown.unit
     trained = [param for param in shown.params if param.requires_grad]

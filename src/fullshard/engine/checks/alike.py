@@ -31,6 +31,7 @@ _OPTIONS = (
     "mp_policy",
     "offload_policy",
     "reshard_after_forward",
+    "is_kept",
     "reshard_after_backward",
     "gradient_divide_factor",
     "style",

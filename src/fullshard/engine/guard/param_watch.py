@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from fullshard.plan.ways import SUMMED_WORDS
 from fullshard.torch_private import WithoutSubclasses
 
 _num_steps = 0  # of all optimizers of the process
@@ -370,7 +371,6 @@ class ParamWatch:
 
 # Contents
 
-_BLOCK = 1024  # a fingerprint keeps one sum per so many words
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -381,9 +381,9 @@ def fingerprints(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """
     found = []
     for words in map(words_of, tensors):
-        num_blocks, rest = divmod(words.numel(), _BLOCK)
+        num_blocks, rest = divmod(words.numel(), SUMMED_WORDS)
         blocks, tail = words.split([words.numel() - rest, rest])
-        sums = blocks.view(num_blocks, _BLOCK).sum(1, dtype=torch.int64)
+        sums = blocks.view(num_blocks, SUMMED_WORDS).sum(1, dtype=torch.int64)
         found.append(torch.cat([sums, tail.sum(dtype=torch.int64).view(1)]))
     return found
 

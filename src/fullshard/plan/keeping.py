@@ -1,0 +1,177 @@
+"""Choose which units stay unsharded from forward to backward: those that save the most within a budget of bytes.
+
+    forward     gather a, a, gather b, b, gather c, c          c is last
+    backward    gather c, c, gather b, b, gather a, a          a unit that stays needs no gather here
+
+What a gather costs is what of it is exposed: the time in which nothing is computed. Where a run or a plan of one
+tells that, it counts. Else `weigh_by_bytes` estimates it.
+"""
+
+import bisect
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fullshard.errors import ShardingError
+from fullshard.plan.trace import Kind, RankTrace
+
+# A gather of this size takes twice as long as the bytes alone would.
+LATENCY_NBYTES = 1 << 20
+_MOST_POINTS = 4096
+
+
+class _Point(NamedTuple):
+    """A set of units, as the bits of ``chosen``: what it takes, and what it saves."""
+
+    nbytes: int
+    saved: int
+    chosen: int
+
+
+def choose_kept(nbytes: Sequence[int], saved: Sequence[int], budget: int) -> tuple[bool, ...]:
+    """Return for each unit whether it stays, so that together they save the most.
+
+    nbytes: of each unit, while it is unsharded. saved: by keeping it, in any unit of measurement. What saves nothing
+    does not stay. Of sets that save the same, the one with fewer bytes stays, then that of later units, which stay
+    for a shorter time.
+
+    The best set there is, in nearly all models: their units have few sizes. Where more than 4,096 sets are worth
+    looking at, some are left out, for at most one part in 4,096 of all savings, once for each unit.
+    """
+    front = [_Point(0, 0, 0)]  # sets that no other one beats: with more bytes, more is saved
+    for unit in reversed(range(len(nbytes))):
+        if saved[unit] > 0 and nbytes[unit] <= budget:
+            front = _thinned(_extended(front, unit, nbytes[unit], saved[unit], budget))
+    best = front[-1].chosen
+    return tuple(bool(best >> unit & 1) for unit in range(len(nbytes)))
+
+
+def _extended(
+    front: Sequence[_Point], unit: int, nbytes: int, saved: int, budget: int
+) -> list[_Point]:
+    """Return the best sets with and without one more unit."""
+    more = [
+        _Point(each.nbytes + nbytes, each.saved + saved, each.chosen | 1 << unit)
+        for each in front
+        if each.nbytes + nbytes <= budget
+    ]
+    best: list[_Point] = []
+    for each in sorted((*front, *more), key=lambda each: (each.nbytes, -each.saved)):
+        if not best or each.saved > best[-1].saved:
+            best.append(each)
+    return best
+
+
+def _thinned(front: list[_Point]) -> list[_Point]:
+    """Leave out sets if there are very many: of those that save nearly the same, all but the smallest."""
+    if len(front) <= _MOST_POINTS:
+        return front
+    step = front[-1].saved / _MOST_POINTS
+    kept = [front[0]]
+    for each in front[1:]:
+        if int(each.saved / step) > int(kept[-1].saved / step):
+            kept.append(each)
+    return kept
+
+
+def check_budget(budget: int, sizes: Sequence[tuple[str, int]]) -> None:
+    """Refuse a budget that holds no unit: ShardingError, with what it takes.
+
+    budget: in bytes; 0 asks for no unit. sizes: names and bytes of units that could stay.
+    """
+    if budget < 0:
+        raise ShardingError(
+            f"{budget} bytes to keep units unsharded: expected a number of bytes, 0 or more."
+        )
+    if sizes and 0 < budget < (smallest := min(sizes, key=lambda each: each[1]))[1]:
+        raise ShardingError(
+            f"{budget} bytes to keep units unsharded hold none of them. The smallest, {smallest[0] or 'the root'}, "
+            f"takes {smallest[1]} bytes, and all {len(sizes)} that gather again in backward {sum(n for _, n in sizes)}."
+        )
+
+
+def weigh_by_bytes(moved: Sequence[int], beside: Sequence[int]) -> tuple[int, ...]:
+    """Estimate what of each unit's gather in backward is exposed, where no times are known.
+
+    moved: bytes that the gather brings together. beside: bytes of the unit whose backward runs meanwhile, which
+    takes the longer the larger it is; 0 where nothing runs.
+
+    A gather takes as long as its bytes and `LATENCY_NBYTES`. Beside a unit of the same size half of it is hidden, and
+    more of it beside a larger one. So units count whose gathers run beside little or nothing, such as the last ones
+    of forward, and small ones, since each message takes its time.
+    """
+    taken = (size + LATENCY_NBYTES for size in moved)
+    return tuple(each * each // (each + other) for each, other in zip(taken, beside, strict=True))
+
+
+def backward_order(names: Sequence[str]) -> list[int]:
+    """Return units in the order in which backward comes to them, of a model that runs its modules in their order.
+
+    names: their paths, in the order of ``named_modules``. The forward of a module ends after those inside it.
+    """
+    ended: list[int] = []
+    running: list[int] = []
+    for number, name in enumerate(names):
+        while running and not _is_inside(name, names[running[-1]]):
+            ended.append(running.pop())
+        running.append(number)
+    return [*running, *reversed(ended)]
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    return not outer or name.startswith(f"{outer}.")
+
+
+# Of a run
+
+
+class BackwardGathers(NamedTuple):
+    """What a rank's trace shows of gathers in backward, for each unit.
+
+    exposed_ns: nanoseconds of each step in which the rank started them or waited for them, by step, then by unit.
+    are_gathered: whether there were any. are_used: whether it had a backward.
+    """
+
+    exposed_ns: tuple[tuple[int, ...], ...]
+    are_gathered: tuple[bool, ...]
+    are_used: tuple[bool, ...]
+
+
+def backward_gathers(trace: RankTrace) -> BackwardGathers:
+    """Find the gathers of backward in a trace: those after which a backward goes on, and no forward."""
+    computed = [each for each in trace.timeline if each.kind in (Kind.FORWARD, Kind.BACKWARD)]
+    ends = [each.end for each in computed]
+
+    def is_in_backward(time: int) -> bool:
+        place = bisect.bisect_right(ends, time)
+        return place < len(computed) and computed[place].kind is Kind.BACKWARD
+
+    exposed = [[0] * len(trace.units) for _ in trace.steps]
+    starts = [step.start for step in trace.steps]
+    for segment in trace.timeline:
+        step = bisect.bisect_right(starts, segment.start) - 1
+        is_gather = segment.kind in (Kind.ALL_GATHER, Kind.WAIT_ALL_GATHER) and segment.unit >= 0
+        if is_gather and step >= 0 and is_in_backward(segment.start):
+            exposed[step][segment.unit] += segment.end - segment.start
+    gathered = {
+        each.unit
+        for each in trace.transfers
+        if each.kind is Kind.ALL_GATHER and is_in_backward(each.start)
+    }
+    used = {each.unit for each in computed if each.kind is Kind.BACKWARD}
+    units = range(len(trace.units))
+    return BackwardGathers(
+        tuple(map(tuple, exposed)),
+        tuple(unit in gathered for unit in units),
+        tuple(unit in used for unit in units),
+    )
+
+
+def exposed_of_all(ranks: Sequence[BackwardGathers]) -> tuple[int, ...]:
+    """Return what a step has of each unit's gathers in backward, in nanoseconds: medians over the steps.
+
+    Of ranks that wait for one another the one that comes last waits for the gather alone, so it counts.
+    """
+    steps = zip(*(rank.exposed_ns for rank in ranks), strict=True)
+    of_steps = [[min(of_ranks) for of_ranks in zip(*step, strict=True)] for step in steps]
+    return tuple(int(statistics.median(unit)) for unit in zip(*of_steps, strict=True))
