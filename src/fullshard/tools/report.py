@@ -33,7 +33,7 @@ from fullshard.tools.report_data import (
     summary_data,
 )
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.run_record import RunRecord, nanoseconds, nbytes, read_run, runs_in
+from fullshard.tools.run_record import RunRecord, changed, nanoseconds, nbytes, read_run, runs_in
 from fullshard.tools.trace_metrics import HOW
 
 FOLLOW_S = 5  # between two pages of a run that goes on
@@ -41,7 +41,7 @@ _MOST = 8  # runs on one page: as many colours tell apart
 _SHARDED = ("sharded parameters", "gradient shards", "optimizer state")  # of the memory in a trace
 _PAGE = files("fullshard.tools") / "page"
 _SCRIPTS = {
-    "report.html": ("uPlot.iife.min.js", "drawing.js", "timeline.js", "report.js"),
+    "report.html": ("uPlot.iife.min.js", "drawing.js", "timeline.js", "report.js", "plan.js"),
     "compare.html": ("uPlot.iife.min.js", "drawing.js", "compare.js"),
 }
 
@@ -63,13 +63,13 @@ def write_report(path: Path, out: Path | None = None, *, refresh_s: int | None =
     trace = page.with_name("trace.json") if run.traces else None
     data = page_data(run, refresh_s=refresh_s)
     text = render("report.html", data, how_texts=HOW, **_sentences(run, data))
-    _write(page, text)
+    write_file(page, text)
     if trace is not None:
-        _write(trace, json.dumps(chrome_trace(run.traces), separators=(",", ":")))
+        write_file(trace, json.dumps(chrome_trace(run.traces), separators=(",", ":")))
     return Written(page, trace)
 
 
-def _write(path: Path, text: str) -> None:
+def write_file(path: Path, text: str) -> None:
     """Write a file that appears when it is complete: a browser may be loading the one before.
 
     Raises OptionError where it cannot be written.
@@ -174,6 +174,14 @@ def markdown(paths: Sequence[Path]) -> str:
         ]  # fmt: skip
         heads = ["Unit", "Gather, exposed", "Reduce, exposed", "Together", "Gathered a step"]
         text += ["### Exposed communication per unit", _table(heads, units)]
+    if planned := data["planned"]:
+        for head in ("time", "memory"):
+            heads = [f"Planned and measured: {head}", "Planned", "Measured", "Difference"]
+            cells = [
+                [r["name"], r["planned"], r["measured"], r["difference"]] for r in planned[head]
+            ]
+            text.append(_table(heads, cells))
+        text.append("\n".join(f"- {said}" for said in (*planned["said"], *planned["notes"])))
     if run.switch:
         heads = ["", "PyTorch's FSDP", "fullshard", ""]
         text += ["### PyTorch's FSDP and fullshard", _table(heads, run.switch["rows"])]
@@ -209,7 +217,7 @@ def metrics_of(path: Path) -> dict[str, Any]:
 def write_comparison(paths: Sequence[Path], out: Path) -> Path:
     """Write the page; return its path. Raises OptionError as `read_run` does, and for too many runs."""
     page = render("compare.html", compare(paths))
-    _write(out, page)
+    write_file(out, page)
     return out
 
 
@@ -264,16 +272,6 @@ def _why_apart(first: RunRecord, run: RunRecord) -> str:
     return "they are of other text, or of another part of it"
 
 
-def _change(ratio: float | None) -> str:
-    """Say how much a number is of another: 89 % less, 27 % more, 3.2 x as much; "" if that is not known."""
-    if ratio is None:
-        return ""
-    if ratio >= 2:
-        return f"{ratio:,.1f} x as much"
-    percent = f"{abs(100 * (ratio - 1)):.0f}"
-    return "same" if percent == "0" else f"{percent} % {'more' if ratio > 1 else 'less'}"
-
-
 _LOSSES = ("loss", "val_loss")
 
 
@@ -311,7 +309,7 @@ def _side_by_side(
                 "texts": [_text(value, with_unit=len(units) > 1) for value in values],
                 "values": [value.value if value else None for value in values],
                 "ratios": ratios,
-                "changes": [_change(ratio) for ratio in ratios],
+                "changes": [changed(ratio) for ratio in ratios],
             }
         )
     return rows
@@ -375,25 +373,9 @@ def _sentences(run: RunRecord, data: dict[str, Any]) -> dict[str, str]:
     trace = data["trace"]
     if trace is None:
         return said
-    units = trace["units"]
-    total = sum(unit["exposed_ns"] for unit in units)
-    fence = f"Another {nanoseconds(trace['fence_ns'])} a step go to waiting for other ranks at barriers, which belong to no unit."
-    if total:
-        first = units[0]
-        said["units_lead"] = (
-            f"{first['name']} is the most exposed of {counted(len(units), 'unit')}: "
-            f"{nanoseconds(first['exposed_ns'])} of {nanoseconds(total)} a step. {fence}"
-        )
-    else:
-        said["units_lead"] = f"No unit exposes any communication. {fence}"
+    said |= trace_leads(trace)
     said["stalls_lead"] = stalled(run)
     most = max(trace["peaks"], key=lambda peak: peak["total"])
-    largest = max(range(len(most["nbytes"])), key=lambda index: most["nbytes"][index])
-    said["memory_lead"] = (
-        f"Rank {most['rank']} holds the most, {nbytes(most['total'])}, at "
-        f"{nanoseconds(most['offset_ns'])} of step {most['step']}; the largest part of it is "
-        f"{trace['categories'][largest]} ({nbytes(most['nbytes'][largest])})."
-    )
     held = dict(zip(trace["categories"], most["nbytes"], strict=True))
     sharded = sum(held.get(name, 0) for name in _SHARDED)
     if run.config is not None and run.config.ranks > 1 and sharded:
@@ -402,6 +384,30 @@ def _sentences(run: RunRecord, data: dict[str, Any]) -> dict[str, str]:
             f"{nbytes(sharded * run.config.ranks)} on each of the {run.config.ranks} ranks."
         )
     return said
+
+
+def trace_leads(trace: dict[str, Any]) -> dict[str, str]:
+    """Say what traces show of units and of memory."""
+    units = trace["units"]
+    total = sum(unit["exposed_ns"] for unit in units)
+    said = "No unit exposes any communication."
+    if total:
+        first = units[0]
+        said = (
+            f"{first['name']} is the most exposed of {counted(len(units), 'unit')}: "
+            f"{nanoseconds(first['exposed_ns'])} of {nanoseconds(total)} a step."
+        )
+    if trace["fence_ns"]:
+        fence = nanoseconds(trace["fence_ns"])
+        said += f" Another {fence} a step go to waiting for other ranks at barriers, which belong to no unit."
+    most = max(trace["peaks"], key=lambda peak: peak["total"])
+    largest = max(range(len(most["nbytes"])), key=lambda index: most["nbytes"][index])
+    return {
+        "units_lead": said,
+        "memory_lead": f"Rank {most['rank']} holds the most, {nbytes(most['total'])}, at "
+        f"{nanoseconds(most['offset_ns'])} of step {most['step']}; the largest part of it is "
+        f"{trace['categories'][largest]} ({nbytes(most['nbytes'][largest])}).",
+    }
 
 
 def _missing_trace(run: RunRecord) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from fullshard.plan.trace import Kind, RankTrace
 from fullshard.tools.advice import verdict
+from fullshard.tools.beside import beside
 from fullshard.tools.doctor.findings import counted
 from fullshard.tools.run_facts import peak_flops
 from fullshard.tools.run_record import RunRecord, nanoseconds, nbytes, not_finite, scaled
@@ -248,6 +249,8 @@ def summary_data(run: RunRecord) -> dict[str, Any]:
     ):
         data[name] = {"how": HOW[name], listed: [each._asdict() for each in found]}
     data["memory"]["categories"] = list(run.traces[0].categories)
+    if run.planned:
+        data["planned"] = {"how": HOW["planned"], **beside(run.planned, run.traces)}
     return data
 
 
@@ -272,12 +275,21 @@ def page_data(run: RunRecord, *, refresh_s: int | None = None) -> dict[str, Any]
         "about": about(run),
         "options": options(run),
         "series": series(run),
+        "plan": None,
+        "planned": None,
         "trace": None,
     }
-    if not run.traces:
-        return data
-    traces = run.traces
-    data["trace"] = {
+    if run.traces:
+        data["trace"] = {**trace_data(run.traces), "waits": _waits(run.traces)}
+        data["planned"] = beside(run.planned, run.traces) if run.planned else None
+    return data
+
+
+def trace_data(
+    traces: Sequence[RankTrace], *, capacity_nbytes: int | None = None
+) -> dict[str, Any]:
+    """Return what the page shows of traces. capacity_nbytes: of the device, where the chart of memory has a line."""
+    return {
         "steps": common_steps(traces),
         "missing": traces[0].num_ranks - len(traces),
         "clock_error": nanoseconds(clock_error_ns(traces)),
@@ -287,15 +299,15 @@ def page_data(run: RunRecord, *, refresh_s: int | None = None) -> dict[str, Any]
         "fence_ns": next((s.ns for s in shares(traces) if s.kind is Kind.FENCE), 0.0),
         "shares": _shares(traces),
         "units": [cost._asdict() for cost in unit_costs(traces)],
-        "waits": _waits(traces),
+        "waits": None,
         "peaks": [peak._asdict() for peak in peaks(traces)],
+        "capacity": capacity_nbytes,
         "kinds": [kind.value for kind in Kind],
         "communication": [kind.value for kind in Kind if kind.is_communication],
         "categories": list(traces[0].categories),
         "names": [traces[0].unit_name(unit) for unit in range(len(traces[0].units))],
         "ranks": [_rank_data(trace) for trace in aligned(traces)],
     }
-    return data
 
 
 def _waits(traces: Sequence[RankTrace]) -> dict[str, Any] | None:
@@ -360,10 +372,11 @@ def options(run: RunRecord) -> list[tuple[str, str]]:
     if run.config is None:
         return []
     fields = {**dataclasses.asdict(run.config), "model": run.config.model_name}.items()
-    return [(name, _option(value)) for name, value in fields]
+    return [(name, option_text(value)) for name, value in fields]
 
 
-def _option(value: Any) -> str:
+def option_text(value: Any) -> str:
+    """Write an option's value for people."""
     if isinstance(value, tuple | list):
         return ", ".join(map(str, value)) or "none"
     return str(value) or "none"
@@ -414,7 +427,7 @@ def resumes(run: RunRecord) -> list[dict[str, Any]]:
     for part, before, after in zip(run.earlier, configs, configs[1:], strict=False):
         old, new = dataclasses.asdict(before), dataclasses.asdict(after)
         changed = [
-            f"{name} {_option(old[name])} -> {_option(new[name])}"
+            f"{name} {option_text(old[name])} -> {option_text(new[name])}"
             for name in new
             if new[name] != old[name]
         ]

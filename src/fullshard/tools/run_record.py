@@ -3,6 +3,7 @@
 RUN/metrics.jsonl, config.json, summary.json    what `fullshard train` wrote, as far as it is there
 RUN/trace/rank*.json or RUN/rank*.json          what `fullshard.trace` wrote, if anything
 RUN/compare.json                                what `fullshard compare --out` wrote, if it did
+RUN/plan.json                                   what `fullshard plan --out` wrote, if it did
 """
 
 import dataclasses
@@ -15,7 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 from fullshard.json_files import read_json
-from fullshard.plan.trace import RankTrace, TraceError, read_traces, trace_files
+from fullshard.plan.trace import (
+    TEMPORARY,
+    RankTrace,
+    TraceError,
+    read_traces,
+    trace_files,
+    trace_of,
+)
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.run_folder import Earlier, RunFolder, program
 from fullshard.tools.text.tokenizer import FILE as TOKENIZER
@@ -46,6 +54,7 @@ class RunRecord:
     """What is known of a run.
 
     traces: in order of ranks, perhaps not of all. facts: see `run_facts`. earlier: options before resumes.
+    planned: traces of a plan, if there is one.
     """
 
     name: str
@@ -57,6 +66,7 @@ class RunRecord:
     earlier: list[Earlier] = dataclasses.field(default_factory=list)
     switch: Switch | None = None
     text: LearntText | None = None
+    planned: list[RankTrace] = dataclasses.field(default_factory=list)
 
     def config_at(self, step: int) -> TrainConfig | None:
         """Return the options that a step was taken with: a resume may have changed them."""
@@ -110,6 +120,7 @@ def read_run(path: Path) -> RunRecord:
         folder.read_earlier() if config else [],
         _read_switch(path / "compare.json"),
         _text_of(folder, config) if config else None,
+        _read_plan(path / "plan.json"),
     )
 
 
@@ -143,6 +154,27 @@ def _read_switch(path: Path) -> Switch | None:
     return switch
 
 
+def _read_plan(path: Path) -> list[RankTrace]:
+    """Return the traces of a plan, none without one. Raises OptionError for a file that is no plan."""
+
+    def refuse(why: str) -> OptionError:
+        return OptionError(
+            f"{path}: is no plan: {why}. Write it again with `fullshard plan --out`."
+        )
+
+    if not path.exists():
+        return []
+    plan: _PlanFile = read_json(path, _PlanFile, refuse)
+    traces = [trace_of(fields, refuse) for fields in plan["traces"]]
+    if not traces or any(TEMPORARY not in trace.categories for trace in traces):
+        raise refuse("has no planned step")
+    return traces
+
+
+class _PlanFile(TypedDict):
+    traces: list[dict[str, Any]]
+
+
 def not_finite(metrics: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
     """Return each step with a number that is not finite, and which it is: (3, "loss nan, gradient norm inf")."""
     names = {"loss": "loss", "grad_norm": "gradient norm", "val_loss": "loss held out"}
@@ -172,3 +204,13 @@ def scaled(value: float, units: Mapping[str, float]) -> str:
     unit = next((unit for unit, size in units.items() if value >= size), [*units][-1])
     value /= units[unit]
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
+
+
+def changed(ratio: float | None) -> str:
+    """Say how much a number is of another: 89 % less, 27 % more, 3.2 x as much; "" if that is not known."""
+    if ratio is None:
+        return ""
+    if ratio >= 2:
+        return f"{ratio:,.1f} x as much"
+    percent = f"{abs(100 * (ratio - 1)):.0f}"
+    return "same" if percent == "0" else f"{percent} % {'more' if ratio > 1 else 'less'}"

@@ -150,6 +150,17 @@ def unit_costs(traces: Sequence[RankTrace]) -> list[UnitCost]:
     return sorted(costs, key=lambda cost: -cost.exposed_ns)
 
 
+def unit_ns(traces: Sequence[RankTrace], kind: Kind) -> dict[str, float]:
+    """Return by unit how long a step does something, such as the forward of each."""
+    steps = common_steps(traces)
+    found = collections.Counter[str]()
+    for trace in traces:
+        for segment in _in_steps(trace, trace.timeline, steps):
+            if segment.kind is kind:
+                found[trace.unit_name(segment.unit)] += segment.end - segment.start
+    return {name: ns / len(steps) / len(traces) for name, ns in found.items()}
+
+
 COLLECTOR_MATTERS = 0.02  # of a step: it comes in few long runs, each of which all ranks wait for
 
 
@@ -254,6 +265,11 @@ def samples_of(trace: RankTrace, step: TracedStep) -> list[Sample]:
     return list(trace.samples[first : bisect.bisect_left(trace.samples, step.end, key=when)])
 
 
+HOW["timeline"] = (
+    "Compute and exposed communication are one timeline, drawn in two rows: what is in the second row interrupts the "
+    "first. All-gather and reduce-scatter in flight run beside it, from start to result; where a rank learns of the "
+    "result only when it waits for it (CPU), up to that wait."
+)
 HOW["clock"] = (
     "Ranks of one host read the same clock. Hosts are aligned by a barrier at the start, in which "
     "all ranks were at one moment; the error is the longest time that any rank spent in it."

@@ -6,10 +6,13 @@ function drawMemory() {
   let rank = trace.ranks.findIndex((each) => each.rank === peak.rank);
   let step = Math.floor((trace.steps.length - 1) / 2);
   // As what they come from is coloured in the timeline: optimizer state as the optimizer, what is gathered as all-gathers, ...
-  const fill = (index) => `--m${[0, 2, 6, 1, 4, 3, 5, 7][index]}`;
+  const fill = (index) => `--m${[0, 2, 6, 1, 4, 3, 5, 7, 8][index]}`;
   const shown = trace.categories.map((_, index) => index).filter((index) =>
     trace.ranks.some((each) => each.samples.some((samples) => samples.some((sample) => sample[index + 1] > 0))));
   const highest = Math.max(...trace.peaks.map((each) => each.total));
+  // A capacity far above would leave no room for what is below it.
+  const isNear = trace.capacity && trace.capacity < 4 * highest;
+  const top = isNear ? Math.max(highest, trace.capacity) : highest;
 
   function moments() {
     const own = trace.ranks[rank];
@@ -37,8 +40,8 @@ function drawMemory() {
       }))],
       axes: [{ incrs: roundSteps(1), values: (_, ticks) => ticks.map((tick) => `${Number(tick.toPrecision(6))} ms`) },
         { incrs: roundSteps(unit), space: 60, values: (_, ticks) => ticks.map((tick) => (tick ? size(tick).replace(/\.0+(?= )/, "") : "0")) }],
-      scales: { y: { range: [0, highest * 1.06] } },
-      hooks: { draw: [(chart) => markPeak(chart, peakOfStep)] },
+      scales: { y: { range: [0, top * 1.06] } },
+      hooks: { draw: [(chart) => { if (trace.capacity) markCapacity(chart); markPeak(chart, peakOfStep); }] },
       tell: (_, ms) => {
         const sample = samples.findLast(({ time }) => time <= ms * 1e6) || samples[0];
         return [`${size(sample.total)} at ${duration(ms * 1e6)}`, [...shown].reverse().filter((each) => sample.nbytes[each])
@@ -46,6 +49,19 @@ function drawMemory() {
       },
     });
     fillTable(samples, peakOfStep);
+  }
+  function markCapacity({ ctx, bbox, valToPos }) {
+    const ratio = uPlot.pxRatio, y = isNear ? valToPos(trace.capacity, "y", true) : bbox.top;
+    ctx.save();
+    ctx.font = `${12 * ratio}px ${colour("--sans")}`;
+    ctx.fillStyle = ctx.strokeStyle = colour("--bad");
+    ctx.lineWidth = 1.6 * ratio;
+    ctx.setLineDash([6 * ratio, 4 * ratio]);
+    if (isNear) { ctx.beginPath(); ctx.moveTo(bbox.left, y); ctx.lineTo(bbox.left + bbox.width, y); ctx.stroke(); }
+    ctx.textAlign = "right";
+    ctx.textBaseline = "bottom";
+    ctx.fillText(`${isNear ? "" : "far below the "}capacity ${size(trace.capacity)}`, bbox.left + bbox.width - 4 * ratio, y - 2 * ratio);
+    ctx.restore();
   }
   function markPeak({ ctx, bbox, valToPos }, { time, total }) {
     const ratio = uPlot.pxRatio, x = valToPos(time / 1e6, "x", true), y = valToPos(total, "y", true);
@@ -84,9 +100,9 @@ function drawMemory() {
 }
 
 /** Shows a part's label whole, or its share alone, or nothing: never a piece of it. */
-function fitParts() {
-  const parts = [...document.querySelectorAll(".stack .part")].map((part) => [part, part.textContent]);
-  keepDrawn(document.querySelector(".stack"), () => {
+function fitParts(stack) {
+  const parts = [...stack.querySelectorAll(".part")].map((part) => [part, part.textContent]);
+  keepDrawn(stack, () => {
     for (const [part, label] of parts) {
       part.style.color = onColour(colour(kindVariable(part.dataset.kind)));
       const share = label.slice(label.lastIndexOf(" ", label.length - 3) + 1);
@@ -99,7 +115,7 @@ function fitParts() {
 }
 
 if (trace) {
-  fitParts();
+  document.querySelectorAll(".stack").forEach(fitParts);
   drawMemory();
 }
 if (data.series) {
