@@ -46,7 +46,7 @@ DOCS := .venv-docs/.stamp
 WEIGHTS := $(VENV)/.stamp-weights
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-all test-torch parity bench gpu-check gpu-checks gpu-programs gpu-compute gpu-rest gpu-ranks package docs format lint style types pytest pytest-quick pytest-all pytest-torch clean
+.PHONY: help train quick test test-all test-torch parity bench gpu-check gpu-checks gpu-programs gpu-compute gpu-rest gpu-ranks gpu-plan package docs format lint style types pytest pytest-quick pytest-all pytest-torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -158,7 +158,7 @@ gpu-check: ## on one GPU: checks and benchmarks, in bench/results/
 OUT = bench/results/card
 RESUMED = $(wildcard $(OUT)/gpu-*.json)
 GPU_ROWS = $(GPU_PYTHON) -m bench.gpu --budget-s 330 --out $(OUT) $(if $(RESUMED),--resume $(RESUMED)) --settings
-gpu-checks gpu-programs gpu-compute gpu-rest gpu-ranks: export PYTHONPATH := src:.:$(PYTHONPATH)
+gpu-checks gpu-programs gpu-compute gpu-rest gpu-ranks gpu-plan: export PYTHONPATH := src:.:$(PYTHONPATH)
 gpu-checks: ## on a GPU for some minutes, first: checks of one rank, and of two that share its memory
 	@$(GPU_PYTHON) -m tests.gpu --only one-rank gloo peer auto --budget-s 300 --out $(OUT)/checks.json $(ARGS)
 gpu-programs: ## then: steps in CUDA graphs, and compiled by Inductor
@@ -169,6 +169,9 @@ gpu-rest: ## then, twice: small units, captured, offload, mixed precision, float
 	@$(GPU_ROWS) rest $(ARGS)
 gpu-ranks: ## last: several ranks on the GPU, over NCCL
 	@$(GPU_PYTHON) -m tests.gpu --only nccl fp8 --budget-s 300 --out $(OUT)/checks-nccl.json $(ARGS)
+
+gpu-plan: ## alone: 12 settings, planned beside measured, within six minutes
+	@$(GPU_PYTHON) -m bench.gpu_planned --out $(OUT) $(ARGS)
 
 # With temporary environments, which it removes: what lies in .venv does not help the package.
 package: ## sdist and wheel in dist/, tried out in a new environment

@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "public": BASE
     | {"faces", "comm", "drop_in", "engine", "fsdp1", "fsdp2", "migrate", "optim", "state"}
     | {"batches", "checkpoint", "compare", "convert", "deferred", "launching"}
-    | {"live", "watch"},
+    | {"live", "planning", "watch"},
     "errors": set(),
     "host": set(),
     "json_files": set(),
@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "torch_private": {"versions"},
     "process_hooks": {"torch_private"},
     "plan": {"errors", "json_files"},
+    "planning": NEAR_TORCH | {"models", "plan", "versions"},
     "peers": {"errors", "host", "local_ranks", "process_hooks", "torch_private"},
     "comm": NEAR_TORCH | {"host", "peers", "plan"},
     "engine": NEAR_TORCH | {"comm", "host", "peers", "plan", "versions"},
@@ -46,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compare": BASE | {"checkpoint", "engine", "peers", "plan", "state", "versions"},
     "batches": NEAR_TORCH | {"comm", "engine", "peers", "plan", "state"},
     "launching": BASE | {"engine", "local_ranks"},
-    "live": NEAR_TORCH | {"comm", "engine", "peers", "plan", "state"},
+    "live": NEAR_TORCH | {"comm", "engine", "peers", "plan", "state", "watch"},
     "state": NEAR_TORCH | {"faces", "comm", "engine", "peers", "plan", "versions"},
     "optim": NEAR_TORCH | {"comm", "engine", "host", "plan"},
     "watch": NEAR_TORCH | {"host", "comm", "engine", "optim", "peers", "plan"},
@@ -67,6 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "models",
         "peers",
         "plan",
+        "planning",
         "versions",
     },
 }
@@ -238,7 +240,7 @@ def test_environment_is_read_by_the_command_line_alone(module: Path) -> None:
 # what keeps state reads its parts through one file.
 @every_module(but=("state/unit_parts.py",))
 def test_parameters_of_units_are_the_engines_alone(module: Path) -> None:
-    if _room(module) not in ("batches", "engine"):
+    if _room(module) not in ("batches", "engine", "plan", "planning"):
         read = {name for name in _attributes(module) if re.search(r"(unit|_shown)\.params$", name)}
         assert not read
 
@@ -336,16 +338,17 @@ _MOST_LINES = {
     "fsdp1": 2360,
     "fsdp2": 1010,
     "launching": 675,
-    "live": 1400,
+    "live": 1640,
     "migrate": 920,
     "models": 1174,
     "optim": 2136,
     "peers": 3354,
-    "plan": 1590,
+    "plan": 4400,
+    "planning": 7000,
     "state": 3270,
-    "tools": 16540,
-    "top": 2138,
-    "watch": 1505,
+    "tools": 18600,
+    "top": 2200,
+    "watch": 1515,
 }
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import disk, gpu, launches, run_all, step
+from bench import disk, gpu, gpu_planned, keeping, launches, run_all, step
+from bench import planned as planned_bench
 from bench.alone import Measured as AloneMeasured
 from bench.alone import cpu_ratio, wall_ratio
 from bench.collectives import MEMORY_COPY, Operation
@@ -19,6 +20,7 @@ from bench.collectives import Setting as CollectiveSetting
 from bench.goals import AHEAD, HEADINGS, Row, Section, at_least, at_most, count_reached
 from bench.implementations import IMPLEMENTATIONS, Work, why_not
 from bench.tables import Table, median_interval
+from fullshard import KeptUnit, KeptUnits
 from fullshard.optim.unit_files import ALIGNMENT, UnitFiles
 from tests.fresh import in_warm_forks
 
@@ -224,3 +226,32 @@ def test_every_unit_is_moved_by_the_disk_and_by_us(
         rates = disk.measure(moved, num_rounds=2)
     assert {name: len(of_rounds) for name, of_rounds in rates.items()} == dict.fromkeys(rates, 2)
     assert [row[0] for row in disk.build_table(rates, "").rows] == ["write", "read", "both"]
+
+
+def test_what_keeping_buys_is_a_ratio_within_each_round_beside_what_was_planned() -> None:
+    none = keeping.Measured(KeptUnits((), 0, 0.0, 0.5), [2.0, 4.0], [1.0, 1.0])
+    units = (KeptUnit("blocks.7", 1 << 20, 0.3),)
+    half = keeping.Measured(KeptUnits(units, 2 << 20, 0.3, 0.5), [1.0, 3.0], [0.5, 0.9])
+    table = keeping.table_of({"none": none, "1/2": half}, title="2 ranks")
+    cells = dict(zip(table.columns, table.rows[1], strict=True))
+    assert (cells["units"], cells["MiB"], cells["planned"]) == ("1", "1.0", "0.90")
+    assert cells["over none"] == "0.62 (0.50-0.75)"
+    assert cells["CPU over none"] == "0.70 (0.50-0.90)"
+
+
+def test_settings_of_a_card_are_planned_before_there_is_one() -> None:
+    assert len({setting.name for setting in gpu_planned.SETTINGS}) == 12
+    whole, recomputed = (
+        gpu_planned.plan_of(gpu.tiny(gpu_planned.SETTINGS[number]), "H200-141GB-SXM")
+        for number in (0, 1)
+    )
+    assert 0 < recomputed.memory.tensors_nbytes < whole.memory.tensors_nbytes
+    assert recomputed.time.step_s > whole.time.step_s
+
+
+def test_steps_that_waited_least_for_a_processor_count() -> None:
+    timed = planned_bench.Timed
+    quiet = [timed(1.0, 0.0, 1.0)] * 6
+    loud = [timed(3.0, 2.0, 1.0)] * 10
+    assert planned_bench._typical([loud + quiet, loud + quiet]) == timed(1.0, 0.0, 1.0)
+    assert planned_bench._typical([loud]).wall_s == 3.0

@@ -46,7 +46,7 @@ ELSEWHERE = {
     "docs/training.md#where-the-numbers-of-a-run-go": "tests/tools/test_loggers.py",
 }
 # Pages or sections whose blocks are parts of programs: run below, with what they name.
-PARTS = ["docs/errors.md#when-ranks-diverge-stall-or-die", "docs/report.md#memory", "docs/migrating.md", "docs/loop.md#optimizers", "docs/report.md#the-trace-report"]  # fmt: skip
+PARTS = ["docs/planning.md", "docs/errors.md#when-ranks-diverge-stall-or-die", "docs/report.md#memory", "docs/migrating.md", "docs/loop.md#optimizers", "docs/report.md#the-trace-report"]  # fmt: skip
 
 
 def _code(page: str) -> list[tuple[str, str]]:

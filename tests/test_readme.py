@@ -88,6 +88,13 @@ SEEN = {
         ],
         "experts.py": [r"^rank 0: used by any \[True, False, True, False\]$"],
     },
+    "docs/loop.md#units-that-stay-unsharded": {
+        "kept.py": [
+            r"^rank 0: 2 units, 2101248 bytes$",
+            r"^rank 1: 2 units, 2101248 bytes$",
+            r"stays unsharded within a budget$",
+        ],
+    },
     "docs/models.md#building-a-model-that-is-larger-than-a-host": {
         "deferred.py": [r"^rank 1: equal in every bit: True$"]
     },

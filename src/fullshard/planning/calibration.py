@@ -1,0 +1,375 @@
+"""A machine as it was measured: `fullshard plan --calibrate` writes it, and plans for it use it.
+
+kernels       of the models that it was measured with: exactly those, each in the middle of its step
+other sizes   between two measured sizes of the same operator and dtype, on a line through both in logarithms;
+              beyond the measured sizes at the rate of the nearest
+collectives   by the bytes of the unit that they gather or reduce, between measured sizes in the same way
+the engine    seconds of the host for each unit and each parameter, once in forward and once in backward
+"""
+
+import bisect
+import collections
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fullshard.errors import FullshardError
+from fullshard.json_files import json_text, read_json
+from fullshard.plan.actions import Action, ActionKind
+from fullshard.plan.step import PlannedStep
+from fullshard.plan.workload import Work, WorkKind, Workload, WorkloadUnit
+from fullshard.planning.costs import Constants, CostError
+from fullshard.planning.machines import Gpu, Machine
+
+SCHEMA = "fullshard-machine/1"
+
+
+class CalibrationError(FullshardError, ValueError):
+    """A file of a machine that cannot be used here."""
+
+
+class Point(NamedTuple):
+    """What a size takes. size: bytes, elements or FLOPs."""
+
+    size: float
+    seconds: float
+
+
+class KernelTime(NamedTuple):
+    """One kernel, as `Work` describes it, and its seconds."""
+
+    kind: str
+    name: str
+    dtype: str
+    shape: tuple[int, int, int]
+    flops: float
+    nbytes: float
+    seconds: float
+
+    @property
+    def work(self) -> Work:
+        return Work(
+            WorkKind(self.kind), self.flops, self.nbytes, self.shape, self.dtype, name=self.name
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineFigures:
+    """What the engine takes with one way to communicate and one dtype to compute in, in seconds.
+
+    gather, reduce: of a unit, by the bytes of its unsharded parameters. fence: a barrier of all ranks.
+    unit_s, param_s: of the host, for each unit and each of its parameters, once in forward and once in backward.
+    contention: by which computing takes longer for each second of communication beside it.
+    """
+
+    gather: tuple[Point, ...]
+    reduce: tuple[Point, ...]
+    fence_s: float
+    unit_s: float
+    param_s: float
+    contention: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class MachineFigures:
+    """What ranks of a machine take, measured while all of them ran.
+
+    threads: of each rank. date: in ISO form, UTC.
+    kernel_s: seconds of the host for a kernel. engine: by way and dtype, "peer memory bfloat16".
+    optimizers: by name, seconds of a parameter by its elements.
+    """
+
+    schema: str
+    host: str
+    device: str
+    torch: str
+    date: str
+    ranks: int
+    threads: int
+    kernel_s: float
+    kernels: tuple[KernelTime, ...]
+    engine: Mapping[str, EngineFigures]
+    optimizers: Mapping[str, tuple[Point, ...]]
+
+    def __post_init__(self) -> None:
+        if self.schema != SCHEMA:
+            raise ValueError(f"has the schema {self.schema!r:.60}, not {SCHEMA!r}")
+        numbers = [self.kernel_s, *(each.seconds for each in self.kernels)]
+        for figures in self.engine.values():
+            numbers += [figures.fence_s, figures.unit_s, figures.param_s, figures.contention]
+            numbers += [each for point in (*figures.gather, *figures.reduce) for each in point]
+        numbers += [n for points in self.optimizers.values() for point in points for n in point]
+        if not all(0 <= each < math.inf for each in numbers):
+            raise ValueError("has a time or a size that is negative or no number")
+
+    def has_way(self, way: str) -> bool:
+        """Return whether the engine was measured with a way to communicate."""
+        return any(name.rpartition(" ")[0] == way for name in self.engine)
+
+    def write(self, path: Path) -> None:
+        """Write it to a file, which appears when it is complete."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".part")
+        partial.write_text(json_text(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+    def merged(self, other: "MachineFigures") -> "MachineFigures":
+        """Return these figures, and of another measurement what these do not have."""
+        known = {each.work for each in self.kernels}
+        more = tuple(each for each in other.kernels if each.work not in known)
+        return dataclasses.replace(
+            self,
+            kernels=self.kernels + more,
+            engine={**other.engine, **self.engine},
+            optimizers={**other.optimizers, **self.optimizers},
+        )
+
+
+def machine_file(ranks: int) -> Path:
+    """Return where the figures of this machine are for so many ranks, unless somebody says otherwise."""
+    return Path.home() / ".cache" / "fullshard" / f"machine-{ranks}-ranks.json"
+
+
+def read_machine(path: Path) -> MachineFigures:
+    """Read what `MachineFigures.write` wrote. Raises CalibrationError, which names the file."""
+
+    def refuse(why: str) -> CalibrationError:
+        return CalibrationError(
+            f"{path} {why}. Measure again: fullshard plan --calibrate --out {path}"
+        )
+
+    return read_json(path, MachineFigures, refuse)
+
+
+def machine_of(figures: MachineFigures, memory_nbytes: float) -> Machine:
+    """Return a measured machine; its rates are the best that its kernels and collectives reached.
+
+    memory_nbytes: of each rank.
+    """
+    rates: dict[WorkKind, float] = dict.fromkeys(WorkKind, 1.0)
+    for each in figures.kernels:
+        amount = each.flops if each.kind == WorkKind.MATMUL.value else each.nbytes
+        if each.seconds > 0:
+            rates[WorkKind(each.kind)] = max(rates[WorkKind(each.kind)], amount / each.seconds)
+    points = [p for engine in figures.engine.values() for p in engine.reduce if p.seconds > 0]
+    link = max((point.size / point.seconds for point in points), default=1.0)
+    cpu = Gpu(
+        f"{figures.device} of {figures.host}",
+        rates[WorkKind.MATMUL],
+        memory_nbytes,
+        rates[WorkKind.MEMORY],
+        link,
+        figures="",
+        per_host=figures.ranks,
+    )
+    return Machine(cpu, figures.ranks, link, link, figures)
+
+
+def at_size(points: Sequence[Point], size: float) -> float:
+    """Return the seconds of a size.
+
+    Between two measured ones on the line through both in logarithms; above all of them at the rate of the largest;
+    below all of them as long as the smallest. points: by size, none equal.
+    """
+    sizes = [point.size for point in points]
+    above = bisect.bisect_left(sizes, size)
+    if above == 0:
+        return points[0].seconds
+    if above == len(points):
+        return points[-1].seconds * (size / sizes[-1])
+    low, high = points[above - 1], points[above]
+    if low.size <= 0 or low.seconds <= 0 or high.seconds <= 0:
+        return low.seconds + (high.seconds - low.seconds) * (size - low.size) / (
+            high.size - low.size
+        )
+    share = math.log(size / low.size) / math.log(high.size / low.size)
+    return math.exp(math.log(low.seconds) * (1 - share) + math.log(high.seconds) * share)
+
+
+class CalibratedCosts:
+    """Seconds of actions on a measured machine; the same interface as `costs.Costs`.
+
+    way: of the ranks ("peer memory", "gloo"). dtype: that units compute in. optimizer: its name in the figures.
+
+    Raises CostError for what was not measured.
+    """
+
+    def __init__(
+        self, machine: Machine, *, way: str, dtype: str, optimizer: str, shard_size: int
+    ) -> None:
+        figures = machine.figures
+        if figures is None:
+            raise CostError(f"{machine.gpu.name} was not measured.")
+        self.machine = machine
+        self._figures, self._shard_size = figures, shard_size
+        key = f"{way} {dtype}"
+        if key not in figures.engine:
+            raise CostError(
+                f"The machine's file has no figures of {key}, but of {', '.join(sorted(figures.engine))}. "
+                "Measure again: fullshard plan --calibrate with these settings."
+            )
+        if optimizer not in figures.optimizers:
+            raise CostError(
+                f"The machine's file has no figures of the optimizer {optimizer}, but of "
+                f"{', '.join(sorted(figures.optimizers))}."
+            )
+        self._engine, self._optimizer = figures.engine[key], figures.optimizers[optimizer]
+        self.constants = Constants(contention=self._engine.contention, reserved=1.0)
+        self._known = {each.work: each.seconds for each in figures.kernels}
+        self._curves = _curves(figures.kernels)
+
+    # Kernels
+
+    def work_seconds(self, work: Work) -> float:
+        """Return the time of all kernels of one work."""
+        one = work._replace(count=1)
+        if one not in self._known:
+            self._known[one] = self._between(one)
+        return work.count * self._known[one]
+
+    def _between(self, work: Work) -> float:
+        for key in _keys(work):
+            if (points := self._curves.get(key)) is not None:
+                return at_size(points, _size(work))
+        raise CostError(
+            f"The machine's file has no kernel like {work.name or work.kind.value} in {work.dtype}. Measure again with "
+            "this model: fullshard plan MODEL --calibrate."
+        )
+
+    def seconds_of(self, works: Iterable[Work]) -> float:
+        return sum(map(self.work_seconds, works))
+
+    # Actions
+
+    def durations(
+        self, step: PlannedStep, workload: Workload, trained_numel: int
+    ) -> tuple[list[float], list[float]]:
+        """Return the seconds of each action on its lane, and those of the host before each."""
+        story = _Story(self, workload)
+        pairs = [story.tell(action) for action in step.actions]
+        return [on_lane for on_lane, _ in pairs], [on_host for _, on_host in pairs]
+
+    def unit_nbytes(self, unit: WorkloadUnit, *, trained: bool = False) -> int:
+        """Return the bytes of a unit's unsharded parameters, or of those that are trained alone."""
+        return sum(
+            param.numel * param.compute_dtype.itemsize
+            for param in unit.params
+            if not trained or param.trainable
+        )
+
+    def optimizer_seconds(self, workload: Workload) -> float:
+        sizes = [param.numel for unit in workload.units for param in unit.params if param.trainable]
+        return sum(at_size(self._optimizer, numel / self._shard_size) for numel in sizes)
+
+    def hook_seconds(self, unit: WorkloadUnit) -> float:
+        """Return what the host does for a unit in one direction."""
+        engine = self._engine
+        return engine.unit_s + engine.param_s * len(unit.params)
+
+    def collective_seconds(self, kind: ActionKind, unit: WorkloadUnit) -> float:
+        """Return the time of a collective of a unit."""
+        if kind is ActionKind.ALL_REDUCE:
+            raise CostError(
+                "Sums over replicas are not measured. Plan for one axis, or with a preset."
+            )
+        is_gather = kind is ActionKind.ALL_GATHER
+        points = self._engine.gather if is_gather else self._engine.reduce
+        return at_size(points, self.unit_nbytes(unit, trained=not is_gather))
+
+    @property
+    def fence_s(self) -> float:
+        return self._engine.fence_s
+
+    @property
+    def kernel_s(self) -> float:
+        return self._figures.kernel_s
+
+
+class _Story:
+    """Goes through a step's actions, and remembers what tells how long the later ones take."""
+
+    def __init__(self, costs: CalibratedCosts, workload: Workload) -> None:
+        self._costs, self._workload = costs, workload
+        self._stretches: dict[tuple[int, str], tuple[float, int]] = {}
+        self._last = ActionKind.FENCE
+        self._entered: set[int] = set()  # units whose hooks have run in this direction
+        self._waiting: set[tuple[int, int]] = set()  # units and stretches whose gradients wait
+
+    def tell(self, action: Action) -> tuple[float, float]:
+        """Return the seconds of the next action, and those of the host before it."""
+        match action.kind:
+            case ActionKind.FORWARD | ActionKind.RECOMPUTE | ActionKind.BACKWARD:
+                return self._computing(action)
+            case ActionKind.ALL_GATHER | ActionKind.REDUCE_SCATTER | ActionKind.ALL_REDUCE:
+                unit = self._workload.units[action.unit]
+                if action.kind is ActionKind.REDUCE_SCATTER:
+                    self._waiting = {each for each in self._waiting if each[0] != action.unit}
+                return self._costs.collective_seconds(action.kind, unit), 0.0
+            case ActionKind.FENCE:
+                return self._costs.fence_s, 0.0
+            case ActionKind.OPTIMIZER:
+                return self._costs.optimizer_seconds(self._workload), 0.0
+        return 0.0, 0.0
+
+    def _computing(self, action: Action) -> tuple[float, float]:
+        part = action.kind.value
+        key = action.stretch, part
+        if key not in self._stretches:
+            stretch = self._workload.stretches[action.stretch]
+            works = {
+                "forward": stretch.forward,
+                "recompute": stretch.recomputed,
+                "backward": stretch.backward,
+            }[part]
+            self._stretches[key] = self._costs.seconds_of(works), sum(w.count for w in works)
+        on_lane, kernels = self._stretches[key]
+        if action.kind is ActionKind.BACKWARD:
+            on_lane += self._adding(action)
+        return on_lane, kernels * self._costs.kernel_s + self._hooks(action)
+
+    def _adding(self, action: Action) -> float:
+        """Return what it takes to add gradients to those of an earlier backward, which wait to be reduced."""
+        nbytes = self._workload.stretches[action.stretch].gradient_nbytes
+        key = action.unit, action.stretch
+        if not nbytes or key not in self._waiting:
+            self._waiting.add(key)
+            return 0.0
+        add = Work(WorkKind.MEMORY, 0.0, 3.0 * nbytes, dtype="float32", name="add_")
+        return self._costs.work_seconds(add)
+
+    def _hooks(self, action: Action) -> float:
+        direction = ActionKind.FORWARD if action.kind is ActionKind.FORWARD else ActionKind.BACKWARD
+        if direction is not self._last:
+            self._entered.clear()
+            self._last = direction
+        if action.unit < 0 or action.unit in self._entered:
+            return 0.0
+        self._entered.add(action.unit)
+        return self._costs.hook_seconds(self._workload.units[action.unit])
+
+
+def _size(work: Work) -> float:
+    return work.flops or work.nbytes
+
+
+def _keys(work: Work) -> tuple[tuple[str, ...], ...]:
+    """Return which measured kernels are like a kernel, the most alike first."""
+    kind = work.kind.value
+    return (kind, work.name, work.dtype), (kind, work.dtype), (kind,)
+
+
+def _curves(kernels: Iterable[KernelTime]) -> dict[tuple[str, ...], list[Point]]:
+    """Return points of kernels that are alike, by size."""
+    times: dict[tuple[str, ...], dict[float, list[float]]] = collections.defaultdict(
+        lambda: collections.defaultdict(list)
+    )
+    for each in kernels:
+        for key in _keys(each.work):
+            times[key][_size(each.work)].append(each.seconds)
+    return {
+        key: [Point(size, statistics.fmean(found[size])) for size in sorted(found)]
+        for key, found in times.items()
+    }

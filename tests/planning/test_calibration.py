@@ -1,0 +1,177 @@
+"""Figures of a measured machine: their file, sizes between measured ones, and steps planned with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard.plan.step import StepSettings
+from fullshard.plan.unit_plan import Sharding
+from fullshard.plan.ways import PEER_MEMORY
+from fullshard.plan.workload import Work, WorkKind, Workload
+from fullshard.planning.calibration import (
+    SCHEMA,
+    CalibratedCosts,
+    CalibrationError,
+    EngineFigures,
+    KernelTime,
+    MachineFigures,
+    Point,
+    at_size,
+    machine_of,
+    read_machine,
+)
+from fullshard.planning.costs import CostError
+from fullshard.planning.estimate import estimate_step
+from fullshard.planning.stopwatch import kernel_seconds, time_passes
+from fullshard.planning.traced import Example, TraceOptions, trace_workload
+
+pytestmark = pytest.mark.ours("not part of the API")
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+_EXAMPLE = Example((torch.ones(4, 8),))
+_UNITS = [f"layers.{number}" for number in range(3)]
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    return trace_workload(_Net(), _EXAMPLE, units=_UNITS)
+
+
+def _figures(workload: Workload, **changes: object) -> MachineFigures:
+    """Return figures by which each kernel takes a second, and nothing else any time."""
+    works = {
+        work._replace(count=1)
+        for stretch in workload.stretches
+        for work in (*stretch.forward, *stretch.backward)
+    }
+    kernels = (
+        KernelTime(w.kind.value, w.name, w.dtype, w.shape, w.flops, w.nbytes, 1.0) for w in works
+    )
+    free = (Point(0, 0.0), Point(1, 0.0))
+    figures = MachineFigures(
+        *(SCHEMA, "here", "cpu", "2.13", "2026-01-01T00:00:00+00:00", 2, 1, 0.0),
+        kernels=tuple(kernels),
+        engine={"peer memory float32": EngineFigures(free, free, 0.0, 0.0, 0.0)},
+        optimizers={"adamw": free},
+    )
+    return dataclasses.replace(figures, **changes)
+
+
+def _costs(figures: MachineFigures, **changes: str) -> CalibratedCosts:
+    options = {"way": "peer memory", "dtype": "float32", "optimizer": "adamw"} | changes
+    return CalibratedCosts(machine_of(figures, 1e9), shard_size=2, **options)
+
+
+def _step_s(workload: Workload, figures: MachineFigures, num_microbatches: int = 1) -> float:
+    settings = StepSettings(Sharding(2, PEER_MEMORY), num_microbatches=num_microbatches)
+    return estimate_step(workload, settings, _costs(figures)).step_s
+
+
+def _num_kernels(workload: Workload) -> int:
+    runs = [event.stretch for event in workload.events if hasattr(event, "stretch")]
+    stretches = [workload.stretches[number] for number in runs]
+    return sum(w.count for s in stretches for w in (*s.forward, *s.backward))
+
+
+def test_a_step_takes_what_its_kernels_take(workload: Workload) -> None:
+    num = _num_kernels(workload)
+    assert _step_s(workload, _figures(workload)) == pytest.approx(num)
+    # In two of three backwards, each unit's gradients are added to those before.
+    thrice_s = _step_s(workload, _figures(workload), 3)
+    twice_s = _step_s(workload, _figures(workload), 2)
+    assert thrice_s - twice_s == pytest.approx(twice_s - num)
+    assert twice_s > 2 * num
+    assert _step_s(workload, _figures(workload, kernel_s=0.5)) == pytest.approx(1.5 * num)
+
+
+def test_the_engine_takes_time_for_units_and_bytes(workload: Workload) -> None:
+    base = _step_s(workload, _figures(workload))
+
+    def added(**figures: object) -> float:
+        free = (Point(0, 0.0), Point(1, 0.0))
+        engine = dataclasses.replace(EngineFigures(free, free, 0.0, 0.0, 0.0), **figures)
+        changed = _figures(workload, engine={"peer memory float32": engine})
+        return _step_s(workload, changed) - base
+
+    # Three units with two parameters each, in forward and in backward; the root has nothing to compute or to gather.
+    nbytes = 4 * (8 * 8 + 8)
+    assert added(param_s=1.0) == pytest.approx(3 * 2 * 2)
+    assert added(reduce=(Point(0, 0.0), Point(nbytes, 1.0))) == pytest.approx(3)
+    assert added(gather=(Point(0, 0.0), Point(nbytes, 1.0))) == pytest.approx(6)
+    assert added(fence_s=1.0) == pytest.approx(3)
+
+
+def test_sizes_between_measured_ones_lie_on_a_line_in_logarithms() -> None:
+    points = (Point(10, 1.0), Point(1000, 100.0), Point(4000, 100.0))
+    assert at_size(points, 1) == 1.0
+    assert at_size(points, 100) == pytest.approx(10.0)
+    assert at_size(points, 2000) == pytest.approx(100.0)
+    assert at_size(points, 8000) == pytest.approx(200.0)
+
+
+def test_kernels_of_other_sizes_are_like_those_of_the_same_operator(workload: Workload) -> None:
+    sized = [
+        KernelTime("matmul", "mm", "float32", (n, n, n), 2.0 * n**3, 12.0 * n**2, 1e-9 * n**3)
+        for n in (10, 1000)
+    ]
+    costs = _costs(_figures(workload, kernels=tuple(sized)))
+    work = Work(WorkKind.MATMUL, 2e6, 12e4, (100, 100, 100), "float32", name="mm")
+    assert costs.work_seconds(work._replace(count=2)) == pytest.approx(2e-3)
+    with pytest.raises(CostError, match="attention"):
+        costs.work_seconds(Work(WorkKind.ATTENTION, 1.0, 1.0))
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"way": "gloo"}, {"optimizer": "sgd"}])
+def test_what_was_not_measured_is_refused(workload: Workload, changes: dict[str, str]) -> None:
+    with pytest.raises(CostError, match=next(iter(changes.values()))):
+        _costs(_figures(workload), **changes)
+
+
+def test_a_file_holds_all_of_it(workload: Workload, tmp_path: Path) -> None:
+    figures = _figures(workload)
+    figures.write(tmp_path / "folder" / "machine.json")
+    assert read_machine(tmp_path / "folder" / "machine.json") == figures
+    assert figures.merged(_figures(workload, kernels=())) == figures
+    assert _figures(workload, kernels=()).merged(figures).kernels == figures.kernels
+
+
+@pytest.mark.parametrize("change", [{"schema": "other/1"}, {"kernel_s": -1.0}, {"ranks": "two"}])
+def test_a_damaged_file_is_refused_by_its_name(
+    workload: Workload, tmp_path: Path, change: dict[str, object]
+) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(dataclasses.asdict(_figures(workload)) | change))
+    with pytest.raises(CalibrationError, match=r"machine\.json .* --calibrate"):
+        read_machine(path)
+
+
+def test_passes_meet_every_kernel_of_the_workload(workload: Workload) -> None:
+    times = time_passes(
+        _Net(),
+        _EXAMPLE,
+        units=_UNITS,
+        options=TraceOptions(has_values=True, reuses_equal=False),
+        seconds=0.0,
+        meet=lambda value: value,
+    )
+    found = kernel_seconds(times)
+    planned = {w.work for w in _figures(workload).kernels}
+    assert found.keys() == planned
+    assert all(seconds > 0 for seconds in found.values())
