@@ -95,6 +95,7 @@ from fullshard.live.buffers import sync_buffers
 from fullshard.live.captured import CapturedStep, capture_step
 from fullshard.live.ema import EMA
 from fullshard.live.gathered import gathered
+from fullshard.live.keeping import KeptUnit, KeptUnits, keep_unsharded
 from fullshard.live.streaming import iter_full_state, stream_weights
 from fullshard.live.whole import full_parameters
 from fullshard.migrate.report import MigrationReport, migrate_report
@@ -102,6 +103,12 @@ from fullshard.migrate.transfer import load_sharded_state, sharded_state
 from fullshard.optim.grad_norm import clip_grad_norm_
 from fullshard.optim.grad_scaler import ShardedGradScaler
 from fullshard.optim.shard_step import step_on_shards, stream_state
+from fullshard.planning.choices import SearchSpace
+from fullshard.planning.machines import Machine, machine_named
+from fullshard.planning.search import SearchResult, search_training
+from fullshard.planning.setup import TrainingSetup
+from fullshard.planning.shapes import TransformerShape
+from fullshard.planning.training import TrainingPlan, plan_training
 from fullshard.policies import (
     BackwardPrefetch,
     CPUOffloadPolicy,
@@ -159,12 +166,15 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "GradientReductionHandle",
     "HSDPMeshInfo",
     "JoinedBatches",
+    "KeptUnit",
+    "KeptUnits",
     "LaunchError",
     "LayoutError",
     "LoadedCheckpoint",
     "LoadedWeights",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
+    "Machine",
     "MemoryCategory",
     "MemoryReport",
     "MeshError",
@@ -188,6 +198,8 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "ReplicateModule",
     "ResumableOrder",
     "SavedCheckpoint",
+    "SearchResult",
+    "SearchSpace",
     "ShardPlacementResult",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
@@ -202,6 +214,9 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "SymmMemReduceScatter",
     "TensorSummary",
     "Tracing",
+    "TrainingPlan",
+    "TrainingSetup",
+    "TransformerShape",
     "UnshardHandle",
     "UnsupportedError",
     "VerifiedCheckpoint",
@@ -224,20 +239,24 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "install",
     "iter_full_state",
     "join",
+    "keep_unsharded",
     "lambda_auto_wrap_policy",
     "latest_checkpoint",
     "launch",
     "load_checkpoint",
     "load_hf",
     "load_sharded_state",
+    "machine_named",
     "materialize",
     "memory_report",
     "migrate_report",
+    "plan_training",
     "prune_checkpoints",
     "register_fsdp_forward_method",
     "replay",
     "replicate",
     "save_checkpoint",
+    "search_training",
     "set_default_comm",
     "set_unused",
     "sharded_state",
