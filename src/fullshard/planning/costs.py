@@ -14,7 +14,7 @@ from fullshard.plan.actions import Action, ActionKind
 from fullshard.plan.step import PlannedStep
 from fullshard.plan.workload import Stretch, Work, WorkKind, Workload
 from fullshard.planning.machines import Machine
-from fullshard.planning.measured import GpuFigures, figures_of
+from fullshard.planning.measured import GpuFigures, figures_of, matmul_nbytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,8 +128,7 @@ class Costs:
             efficiency=efficiency * constants.matmul * self._power, memory_share=share
         )
         rate = gpu.flops * (gpu.fp8 if is_small else 1.0)
-        size = 1 if is_small else 2
-        nbytes = size * (m * k + k * n) + 2 * m * n + (3 * m * k if is_small else 0)
+        nbytes = matmul_nbytes(m, n, k, dtype)
         if work.dtype == "float32":
             rate, nbytes = rate / _FULL_PRECISION, 2 * nbytes
         return figures.overlapped_s(
