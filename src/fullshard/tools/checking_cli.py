@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fullshard.json_files import json_text
-from fullshard.tools.cli_options import Command, at_least, flag, refuse, takes
+from fullshard.tools.cli_options import Command, argument, flag, option, refuse, takes
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.typed_program import has_module, split_program
@@ -83,21 +83,17 @@ def run(
 def verify(
     model: Annotated[
         str,
-        typer.Argument(
-            help="Your training script; or a function without arguments that returns a plain model, or (model, "
+        argument(
+            "Your training script; or a function without arguments that returns a plain model, or (model, "
             "batch).",
-            metavar="SCRIPT|MODULE:FUNCTION",
+            "SCRIPT|MODULE:FUNCTION",
         ),
     ],
     arguments: Annotated[
-        list[str] | None,
-        typer.Argument(help="What the script is given.", metavar="-- ARGUMENTS"),
+        list[str] | None, argument("What the script is given.", "-- ARGUMENTS")
     ] = None,
     *,
-    keep: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the records.", rich_help_panel="Results", metavar="DIR"),
-    ] = None,
+    keep: Annotated[Path | None, option("Folder for the records.", "DIR", panel="Results")] = None,
     as_json: Annotated[bool, flag("--json", "Print one JSON object.", panel="Results")] = False,
     is_whole: Annotated[bool, typer.Option("--whole", hidden=True)] = False,
     **options: Any,
@@ -127,51 +123,27 @@ class ProgramCommand(Command):
 
 def compare(
     words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Your training script, and its arguments.", metavar="SCRIPT [ARGUMENTS]"
-        ),
+        list[str] | None, argument("Your training script, and its arguments.", "SCRIPT [ARGUMENTS]")
     ] = None,
     *,
-    module: Annotated[
-        str | None, typer.Option("-m", help="A module, in place of a script.", metavar="MODULE")
-    ] = None,
-    ranks: Annotated[int, typer.Option(help="Local ranks.", callback=at_least(2), metavar="N")] = 2,
+    module: Annotated[str | None, option("A module, in place of a script.", "MODULE", "-m")] = None,
+    ranks: Annotated[int, option("Local ranks.", "N", least=2)] = 2,
     steps: Annotated[
-        int,
-        typer.Option(
-            help="Optimizer steps: recorded, and timed after a few more.",
-            callback=at_least(1),
-            metavar="N",
-        ),
+        int, option("Optimizer steps: recorded, and timed after a few more.", "N", least=1)
     ] = 10,
-    rounds: Annotated[
-        int,
-        typer.Option(help="How often each engine is timed.", callback=at_least(1), metavar="N"),
-    ] = 3,
+    rounds: Annotated[int, option("How often each engine is timed.", "N", least=1)] = 3,
     device: Annotated[
         str | None,
-        typer.Option(
-            help="cpu or cuda, whose memory counts. Default: cuda if there is one.",
-            metavar="KIND",
-        ),
+        option("cpu or cuda, whose memory counts. Default: cuda if there is one.", "KIND"),
     ] = None,
     comm: Annotated[
         str,
-        typer.Option(
-            help="How fullshard's ranks exchange bytes: auto, process_group or collectives.",
-            metavar="WAY",
-        ),
+        option("How fullshard's ranks exchange bytes: auto, process_group or collectives.", "WAY"),
     ] = "auto",
-    timeout: Annotated[
-        float,
-        typer.Option(help="Seconds for each run.", callback=at_least(1), metavar="SECONDS"),
-    ] = 300.0,
+    timeout: Annotated[float, option("Seconds for each run.", "SECONDS", least=1)] = 300.0,
     as_json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
     as_md: Annotated[bool, flag("--md", "Print a table in Markdown, for an issue.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Write the JSON object to a file as well.", metavar="FILE")
-    ] = None,
+    out: Annotated[Path | None, option("Write the JSON object to a file as well.", "FILE")] = None,
     run_label: Annotated[str, typer.Option("--run", hidden=True)] = "",
     records: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -228,16 +200,16 @@ def compare(
 
 
 def replay(
-    folder: Annotated[Path, typer.Argument(help="What debug(replay=) has written.", metavar="DIR")],
+    folder: Annotated[Path, argument("What debug(replay=) has written.", "DIR")],
     target: Annotated[
         str,
-        typer.Argument(
-            help="A function without arguments that builds and shards the model as the recorded run did.",
-            metavar="MODULE:FUNCTION",
+        argument(
+            "A function without arguments that builds and shards the model as the recorded run did.",
+            "MODULE:FUNCTION",
         ),
     ],
     rank: Annotated[
-        int | None, typer.Option(help="The rank whose part is replayed. Default: all.", metavar="N")
+        int | None, option("The rank whose part is replayed. Default: all.", "N")
     ] = None,
     as_json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:

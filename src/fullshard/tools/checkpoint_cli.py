@@ -27,7 +27,7 @@ from rich.table import Table
 import fullshard
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.json_files import json_text
-from fullshard.tools.cli_options import App, at_least, flag, refuse
+from fullshard.tools.cli_options import App, argument, flag, option, refuse
 from fullshard.tools.config import OptionError
 from fullshard.tools.doctor.findings import counted
 from fullshard.tools.exits import Exit
@@ -67,8 +67,8 @@ class Form(str, enum.Enum):
     DCP = "dcp"
 
 
-_Path = Annotated[str, typer.Argument(help="What to read.", metavar="PATH")]
-_Target = Annotated[str, typer.Argument(help="The folder to write.", metavar="TARGET")]
+_Path = Annotated[str, argument("What to read.", "PATH")]
+_Target = Annotated[str, argument("The folder to write.", "TARGET")]
 _Json = Annotated[bool, flag("--json", "Print one JSON object.")]
 _Weights = Annotated[bool, flag("--weights-only", "Leave out optimizers and extra state.")]
 _Overwrite = Annotated[
@@ -76,11 +76,7 @@ _Overwrite = Annotated[
 ]
 _Ranks = Annotated[
     int,
-    typer.Option(
-        help="Divide files as this many ranks would have written them.",
-        metavar="N",
-        callback=at_least(1),
-    ),
+    option("Divide files as this many ranks would have written them.", "N", least=1),
 ]
 
 
@@ -139,20 +135,12 @@ def verify(path: _Path, as_json: _Json = False) -> None:
 )
 def diff(
     first: _Path,
-    second: Annotated[str, typer.Argument(help="What to compare it with.", metavar="OTHER")],
+    second: Annotated[str, argument("What to compare it with.", "OTHER")],
     only: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="model, optimizer or extra; may repeat. Default: all.", metavar="SECTION"
-        ),
+        list[str] | None, option("model, optimizer or extra; may repeat. Default: all.", "SECTION")
     ] = None,
     tolerance: Annotated[
-        float,
-        typer.Option(
-            help="Largest difference of two elements that counts as none.",
-            metavar="X",
-            callback=at_least(0),
-        ),
+        float, option("Largest difference of two elements that counts as none.", "X", least=0)
     ] = 0.0,
     as_json: _Json = False,
 ) -> None:
@@ -200,24 +188,17 @@ def export(
     path: _Path,
     target: _Target,
     to: Annotated[
-        Form,
-        typer.Option(
-            help="Hugging Face safetensors, or torch.distributed.checkpoint.", metavar="hf|dcp"
-        ),
+        Form, option("Hugging Face safetensors, or torch.distributed.checkpoint.", "hf|dcp")
     ],
     config: Annotated[
         str | None,
-        typer.Option(
-            help="hf: config.json, or a folder with it and with tokenizer files. Default: of a run its own.",
-            metavar="PATH",
+        option(
+            "hf: config.json, or a folder with it and with tokenizer files. Default: of a run its own.",
+            "PATH",
         ),
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="hf: dtype of the weights.", metavar="fp32|bf16|fp16")
-    ] = None,
-    key: Annotated[
-        str | None, typer.Option(help="hf: which of several models.", metavar="KEY")
-    ] = None,
+    dtype: Annotated[str | None, option("hf: dtype of the weights.", "fp32|bf16|fp16")] = None,
+    key: Annotated[str | None, option("hf: which of several models.", "KEY")] = None,
     weights_only: _Weights = False,
     overwrite: _Overwrite = False,
     as_json: _Json = False,
@@ -279,20 +260,10 @@ def import_(
     )
 )
 def prune(
-    folder: Annotated[
-        str, typer.Argument(help="A folder of checkpoints, or a run.", metavar="FOLDER")
-    ],
-    keep_last: Annotated[
-        int,
-        typer.Option(help="How many of the newest stay.", metavar="N", callback=at_least(1)),
-    ],
+    folder: Annotated[str, argument("A folder of checkpoints, or a run.", "FOLDER")],
+    keep_last: Annotated[int, option("How many of the newest stay.", "N", least=1)],
     keep_every: Annotated[
-        int | None,
-        typer.Option(
-            help="Those of steps that this divides stay as well.",
-            metavar="N",
-            callback=at_least(1),
-        ),
+        int | None, option("Those of steps that this divides stay as well.", "N", least=1)
     ] = None,
     dry_run: Annotated[bool, flag("--dry-run", "Say what would be removed.")] = False,
     as_json: _Json = False,

@@ -44,7 +44,7 @@ from fullshard.tools.checking_cli import (
     verify,
 )
 from fullshard.tools.checkpoint_cli import app as checkpoint_app
-from fullshard.tools.cli_options import App, at_least, flag, refuse
+from fullshard.tools.cli_options import App, argument, flag, option, refuse
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.launch_cli import LAUNCH_EXAMPLES, launch
@@ -120,11 +120,8 @@ def _show_version(asked: bool) -> None:
 def _commands(
     _version: Annotated[
         bool,
-        typer.Option(
-            "--version",
-            help="Print the version and exit.",
-            callback=_show_version,
-            is_eager=True,
+        option(
+            "Print the version and exit.", None, "--version", callback=_show_version, is_eager=True
         ),
     ] = False,
 ) -> None:
@@ -137,18 +134,11 @@ app.command(epilog=TRAIN_EXAMPLES, cls=TrainCommand)(train)
 @app.command(epilog=_DOCTOR_EXAMPLES)
 def doctor(
     ranks: Annotated[
-        int | None,
-        typer.Option(
-            help="Local ranks. Default: one per GPU, else 2.", metavar="N", callback=at_least(1)
-        ),
+        int | None, option("Local ranks. Default: one per GPU, else 2.", "N", least=1)
     ] = None,
     timeout: Annotated[
         float,
-        typer.Option(
-            help="Seconds to wait for other ranks, and for each thing tried.",
-            metavar="SECONDS",
-            callback=at_least(1),
-        ),
+        option("Seconds to wait for other ranks, and for each thing tried.", "SECONDS", least=1),
     ] = 60.0,
     as_json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
@@ -204,10 +194,10 @@ app.command(epilog=PLAN_EXAMPLES)(plan)
 def migrate_report(
     target: Annotated[
         str,
-        typer.Argument(
-            help="A function without arguments that returns a model wrapped with "
+        argument(
+            "A function without arguments that returns a model wrapped with "
             "FullyShardedDataParallel, PyTorch's or fullshard's.",
-            metavar="MODULE:FUNCTION",
+            "MODULE:FUNCTION",
         ),
     ],
     as_json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
@@ -230,17 +220,11 @@ def migrate_report(
 @app.command(epilog=_REPORT_EXAMPLES)
 def report(
     runs: Annotated[
-        list[Path],
-        typer.Argument(
-            help="A run folder, or a folder of traces; several are compared.", metavar="RUN..."
-        ),
+        list[Path], argument("A run folder, or a folder of traces; several are compared.", "RUN...")
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="The page. Default: report.html in RUN; of several, comparison.html here.",
-            metavar="FILE",
-        ),
+        option("The page. Default: report.html in RUN; of several, comparison.html here.", "FILE"),
     ] = None,
     as_json: Annotated[
         bool, flag("--json", "Print the numbers as one JSON object, write nothing.")
@@ -286,19 +270,12 @@ def report(
 
 @app.command(epilog=_EXPORT_EXAMPLES)
 def export(
-    run: Annotated[
-        Path, typer.Argument(help="A run folder, or a checkpoint in one.", metavar="RUN")
-    ],
-    hf: Annotated[
-        Path, typer.Option("--hf", help="The folder to write, for Transformers.", metavar="DIR")
-    ],
+    run: Annotated[Path, argument("A run folder, or a checkpoint in one.", "RUN")],
+    hf: Annotated[Path, option("The folder to write, for Transformers.", "DIR", "--hf")],
     dtype: Annotated[
-        str | None,
-        typer.Option(help="Of the weights. Default: as saved, fp32.", metavar="fp32|bf16|fp16"),
+        str | None, option("Of the weights. Default: as saved, fp32.", "fp32|bf16|fp16")
     ] = None,
-    max_shard_size: Annotated[
-        str, typer.Option(help="Largest size of a file.", metavar="SIZE")
-    ] = "5GB",
+    max_shard_size: Annotated[str, option("Largest size of a file.", "SIZE")] = "5GB",
     overwrite: Annotated[bool, flag("--overwrite", "Replace an export that is there.")] = False,
     as_json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:

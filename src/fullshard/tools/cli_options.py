@@ -166,17 +166,6 @@ def _processed(parameter: Any, ctx: Any, typed: Any) -> Any:
         raise
 
 
-def at_least(least: float) -> Any:
-    """Return the callback of an option that refuses less; its help does not repeat it, as typer's `min` does."""
-
-    def check(value: float | None) -> float | None:
-        if value is not None and not value >= least:
-            raise typer.BadParameter(f"{value}: must be at least {least}.")
-        return value
-
-    return check
-
-
 def refuse(command: str, problem: object) -> typer.Exit:
     """Say on standard error why options cannot work, and return what to raise."""
     for line in str(problem).splitlines():
@@ -185,9 +174,37 @@ def refuse(command: str, problem: object) -> typer.Exit:
     return typer.Exit(Exit.USAGE)
 
 
+def argument(help_text: str, metavar: str) -> Any:
+    """Declare an argument of a command, in `Annotated`."""
+    return typer.Argument(help=help_text, metavar=metavar)
+
+
+def option(
+    help_text: str,
+    metavar: str | None = None,
+    *names: str,
+    panel: str | None = None,
+    least: float | None = None,
+    **facts: Any,
+) -> Any:
+    """Declare an option of a command, in `Annotated`.
+
+    names: instead of the parameter's own. least: the smallest value; help does not repeat it, as typer's `min` does.
+    """
+
+    def check(value: float | None) -> float | None:
+        if value is not None and least is not None and not value >= least:
+            raise typer.BadParameter(f"{value}: must be at least {least}.")
+        return value
+
+    if least is not None:
+        facts["callback"] = check
+    return typer.Option(*names, help=help_text, metavar=metavar, rich_help_panel=panel, **facts)
+
+
 def flag(name: str, help_text: str, *, panel: str | None = None) -> Any:
     """Declare an option that takes no value: it has no --no- form."""
-    return typer.Option(name, help=help_text, rich_help_panel=panel)
+    return option(help_text, None, name, panel=panel)
 
 
 def option_field(
@@ -211,9 +228,14 @@ def option_field(
         return [value for value in values if value.startswith(incomplete)]
 
     complete: dict[str, Any] = {"autocompletion": begun} if values else {}
-    info = typer.Option(*names, help=help_text, rich_help_panel=panel, metavar=metavar, **complete)
+    info = option(help_text, metavar, *names, panel=panel, **complete)
     untyped = default if untyped is _SAME else untyped
     return dataclasses.field(default=default, metadata={_INFO: info, _UNTYPED: untyped, **facts})
+
+
+def panel(name: str) -> Any:
+    """Return `option_field` for a panel of the help."""
+    return functools.partial(option_field, panel=name)
 
 
 def takes(

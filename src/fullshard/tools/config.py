@@ -12,7 +12,7 @@ from typing import Any
 from fullshard.errors import FullshardError
 from fullshard.json_files import LARGEST, Refuse, as_typed, parse_json, read_text
 from fullshard.models.sizes import SIZES
-from fullshard.tools.cli_options import option_field
+from fullshard.tools.cli_options import panel
 
 DTYPES = ("auto", "fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -43,11 +43,15 @@ class OptionError(FullshardError, ValueError):
     """An option that cannot work; raised before anything is written or started."""
 
 
+_most_used, _text, _model = panel(MOST_USED), panel("Text"), panel("Model")
+_devices, _training, _results = panel("Devices"), panel("Training"), panel("Results")
+
+
 def _by_model(
     name: str,
     default: float,
     help_text: str,
-    panel: str = MOST_USED,
+    declare: Any = _most_used,
     also: str = "",
     **facts: Any,
 ) -> Any:
@@ -56,7 +60,7 @@ def _by_model(
     if name == "warmup":
         shown = f"a tenth of the steps, at most {shown}"
     help_text = f"{help_text} Default: {shown}{also}."
-    return option_field(default, help_text, panel=panel, untyped=None, **facts)
+    return declare(default, help_text, untyped=None, **facts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,104 +75,77 @@ class TrainConfig:
     sequences of a step, stays, and the latter two follow from another number of ranks.
     """
 
-    data: tuple[str, ...] = option_field(
+    data: tuple[str, ...] = _most_used(
         (),
         "File or folder of text, JSON lines (.jsonl) or Parquet, or a saved data set; may repeat. "
         "Default: Python's own library.",
-        panel=MOST_USED,
         metavar="PATH",
     )
-    text_field: str = option_field(
+    text_field: str = _text(
         "",
         "Where a line of JSON, or a row of a table, holds its text. Default: text.",
-        panel="Text",
         metavar="NAME",
     )
-    tokenizer: str = option_field(
+    tokenizer: str = _most_used(
         "",
         "File or folder with a tokenizer.json of Hugging Face. Default: none, a token is a byte.",
-        panel=MOST_USED,
         metavar="PATH",
     )
-    end_token: str = option_field(
+    end_token: str = _text(
         "",
         "The token behind each document. Default: what the tokenizer's configuration says.",
-        panel="Text",
         metavar="TOKEN",
     )
-    across_documents: bool = option_field(
-        False, "Let documents in a sequence see those before them.", panel="Text"
-    )
-    val_data: tuple[str, ...] = option_field(
+    across_documents: bool = _text(False, "Let documents in a sequence see those before them.")
+    val_data: tuple[str, ...] = _text(
         (),
         "Text to measure the loss on, instead of --val-fraction: one or several.",
-        panel="Text",
         metavar="PATH",
     )
-    val_fraction: float = option_field(
-        0.0, "Of the text, at its end, that is held out to measure the loss on.", panel="Text"
+    val_fraction: float = _text(
+        0.0, "Of the text, at its end, that is held out to measure the loss on."
     )
-    val_every: int = option_field(
-        50,
-        "Steps between measurements; 0: only at the end.",
-        panel="Text",
-        least=0,
-        may_change=True,
+    val_every: int = _text(
+        50, "Steps between measurements; 0: only at the end.", least=0, may_change=True
     )
-    val_sequences: int = option_field(
-        64,
-        "Sequences of it that are measured at most, over all ranks.",
-        panel="Text",
-        least=1,
-        may_change=True,
+    val_sequences: int = _text(
+        64, "Sequences of it that are measured at most, over all ranks.", least=1, may_change=True
     )
-    seq: int = option_field(256, "Tokens in a sequence.", panel="Text", least=1)
-    model: str = option_field(
+    seq: int = _text(256, "Tokens in a sequence.", least=1)
+    model: str = _most_used(
         "10m",
         f"Size: {', '.join(SIZES)}. Or the config.json, or the folder, of a model of Transformers.",
-        panel=MOST_USED,
         metavar="SIZE|PATH",
         values=tuple(SIZES),
     )
-    vocab_size: int = option_field(
+    vocab_size: int = _model(
         256,
         "Kinds of tokens that the model tells apart. Default: as many as there are.",
-        panel="Model",
         untyped=None,
         least=1,
     )
-    tie_embeddings: bool = option_field(False, "Embedding and head share a weight.", panel="Model")
-    init_from: str = option_field(
+    tie_embeddings: bool = _model(False, "Embedding and head share a weight.")
+    init_from: str = _model(
         "",
         "Begin with the weights of this folder: a run, one of its checkpoints, or a model's of "
         "Hugging Face (safetensors).",
-        panel="Model",
         metavar="DIR",
     )
-    activation_checkpointing: bool = option_field(
-        False, "Recompute layers in the backward.", panel="Model"
+    activation_checkpointing: bool = _model(False, "Recompute layers in the backward.")
+    ranks: int = _devices(
+        2, "Local ranks. Default: one per GPU, else 2.", untyped=None, least=1, may_change=True
     )
-    ranks: int = option_field(
-        2,
-        "Local ranks. Default: one per GPU, else 2.",
-        panel="Devices",
-        untyped=None,
-        least=1,
-        may_change=True,
-    )
-    device: str = option_field(
+    device: str = _devices(
         "cpu",
         "auto: the GPUs that are there, or else the CPU.",
-        panel="Devices",
         metavar="|".join(DEVICES),
         values=DEVICES,
         untyped="auto",
         may_change=True,
     )
-    dtype: str = option_field(
+    dtype: str = _devices(
         "fp32",
         "Of the computations; bf16 is reduced in fp32. auto: bf16 on GPU, fp32 on CPU.",
-        panel="Devices",
         metavar="|".join(DTYPES),
         values=DTYPES,
         untyped="auto",
@@ -182,73 +159,53 @@ class TrainConfig:
         may_change=True,
     )
     batch: int = _by_model("batch", 2, "Sequences per rank and forward.", least=1, may_change=True)
-    grad_accum: int = option_field(
+    grad_accum: int = _training(
         1,
         "Micro-batches per step. Gradients are reduced after each one, which saves memory and costs "
         "up to a quarter of the time.",
-        panel="Training",
         least=1,
         may_change=True,
     )
     lr: float = _by_model(
         "lr", 2e-3, "Highest learning rate.", also=f", with --finetune {FINETUNE_LR:g}"
     )
-    min_lr: float = option_field(
+    min_lr: float = _training(
         1e-4,
         "Learning rate at the last step. Default: a tenth of --lr, at most 0.0001.",
-        panel="Training",
         untyped=None,
     )
     warmup: int = _by_model(
-        "warmup", 30, "Steps of linear rise before the cosine.", "Training", least=0
+        "warmup", 30, "Steps of linear rise before the cosine.", _training, least=0
     )
-    weight_decay: float = option_field(
-        0.1, "AdamW weight decay of matrices.", panel="Training", least=0
+    weight_decay: float = _training(0.1, "AdamW weight decay of matrices.", least=0)
+    clip: float = _training(1.0, "Largest global gradient norm; 0 for no limit.", least=0)
+    seed: int = _training(0, "Decides weights, text and sample.")
+    save_every: int = _results(
+        100, "Steps between checkpoints; 0: only at the end.", least=0, may_change=True
     )
-    clip: float = option_field(
-        1.0, "Largest global gradient norm; 0 for no limit.", panel="Training", least=0
+    keep_checkpoints: int = _results(
+        2, "How many of the newest checkpoints stay.", least=1, may_change=True
     )
-    seed: int = option_field(0, "Decides weights, text and sample.", panel="Training")
-    save_every: int = option_field(
-        100,
-        "Steps between checkpoints; 0: only at the end.",
-        panel="Results",
-        least=0,
-        may_change=True,
-    )
-    keep_checkpoints: int = option_field(
-        2, "How many of the newest checkpoints stay.", panel="Results", least=1, may_change=True
-    )
-    prompt: str = option_field(
+    prompt: str = _results(
         "",
         "Beginning of the text sample. Default: def main(, or some words of --data.",
-        panel="Results",
         may_change=True,
     )
-    sample_length: int = option_field(
-        300,
-        "Tokens to generate at the end; 0 for none.",
-        panel="Results",
-        least=0,
-        may_change=True,
+    sample_length: int = _results(
+        300, "Tokens to generate at the end; 0 for none.", least=0, may_change=True
     )
-    temperature: float = option_field(
-        0.9,
-        "Of the sample; 0 takes the likeliest token.",
-        panel="Results",
-        least=0,
-        may_change=True,
+    temperature: float = _results(
+        0.9, "Of the sample; 0 takes the likeliest token.", least=0, may_change=True
     )
-    trace_steps: int = option_field(
-        3, "Steps to record for the report; 0 for none.", panel="Results", least=0, may_change=True
+    trace_steps: int = _results(
+        3, "Steps to record for the report; 0 for none.", least=0, may_change=True
     )
-    log: tuple[str, ...] = option_field(
+    log: tuple[str, ...] = _results(
         (),
         "Send each step's numbers there as well: tensorboard, wandb, mlflow, trackio, or a class of "
         "yours; may repeat.",
         "--log",
-        "--logger",  # torchrun takes --log for an abbreviation of its own, even behind its program
-        panel="Results",
+        "--logger",
         metavar="NAME|MODULE:CLASS",
         may_change=True,
     )

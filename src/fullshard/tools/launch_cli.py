@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fullshard.tools.cli_options import refuse, takes
+from fullshard.tools.cli_options import argument, option, refuse, takes
 from fullshard.tools.config import OptionError
 from fullshard.tools.launchers.texts import TEMPLATES, Request, plain, program_of, text_for
 
@@ -29,12 +29,8 @@ Exit codes: 0 printed, 2 unusable options.
 @takes(Request)
 def launch(
     context: typer.Context,
-    kind: Annotated[
-        str, typer.Option("--print", help=f"What to print: {', '.join(TEMPLATES)}.", metavar="KIND")
-    ],
-    program: Annotated[
-        list[str] | None, typer.Argument(help="What each rank runs.", metavar="-- PROGRAM")
-    ] = None,
+    kind: Annotated[str, option(f"What to print: {', '.join(TEMPLATES)}.", "KIND", "--print")],
+    program: Annotated[list[str] | None, argument("What each rank runs.", "-- PROGRAM")] = None,
     **options: Any,
 ) -> None:
     """Print what starts a run on Slurm, Kubernetes, Ray or SkyPilot, or with torchrun on several hosts.

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fullshard.tools.cli_options import Command, flag, takes
+from fullshard.tools.cli_options import Command, argument, flag, option, takes
 from fullshard.tools.config import DEFAULT_CACHE, MOST_USED, OptionError, TrainConfig, read_options
 from fullshard.tools.exits import Exit
 from fullshard.tools.progress import before_first_step, say, say_starting
@@ -91,60 +91,40 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
 )
 def train(
     context: typer.Context,
-    more_data: Annotated[
-        list[str] | None, typer.Argument(help="More text, as after --data.", metavar="TEXT")
-    ] = None,
+    more_data: Annotated[list[str] | None, argument("More text, as after --data.", "TEXT")] = None,
     *,
     config: Annotated[
         Path | None,
-        typer.Option(
-            help="TOML file with options, by their names; or a run's folder. What is typed comes first.",
-            metavar="FILE",
-            rich_help_panel="Results",
+        option(
+            "TOML file with options, by their names; or a run's folder. What is typed comes first.",
+            "FILE",
+            panel="Results",
             is_eager=True,
             callback=_read_config,
         ),
     ] = None,
     finetune: Annotated[
         str | None,
-        typer.Option(
-            help="Fine-tune the model in this folder, of Hugging Face or of `fullshard export`: --model, --init-from "
+        option(
+            "Fine-tune the model in this folder, of Hugging Face or of `fullshard export`: --model, --init-from "
             "and --tokenizer in one.",
-            rich_help_panel=MOST_USED,
-            metavar="DIR",
+            "DIR",
+            panel=MOST_USED,
         ),
     ] = None,
     epochs: Annotated[
         float | None,
-        typer.Option(
-            help="Instead of --steps: how often to go through the text.",
-            rich_help_panel=MOST_USED,
-            metavar="X",
-        ),
+        option("Instead of --steps: how often to go through the text.", "X", panel=MOST_USED),
     ] = None,
     cache: Annotated[
-        Path,
-        typer.Option(
-            help="Where tokenized text is kept for runs to come.",
-            rich_help_panel="Text",
-            metavar="DIR",
-        ),
+        Path, option("Where tokenized text is kept for runs to come.", "DIR", panel="Text")
     ] = DEFAULT_CACHE,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Run folder. Default: runs/ and the time.",
-            rich_help_panel=MOST_USED,
-            metavar="DIR",
-        ),
+        Path | None, option("Run folder. Default: runs/ and the time.", "DIR", panel=MOST_USED)
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(
-            help="Continue the run in this folder, with its options.",
-            rich_help_panel=MOST_USED,
-            metavar="DIR",
-        ),
+        option("Continue the run in this folder, with its options.", "DIR", panel=MOST_USED),
     ] = None,
     auto_resume: Annotated[
         bool,
@@ -156,8 +136,7 @@ def train(
         ),
     ] = False,
     as_json: Annotated[
-        bool,
-        flag("--json", "Print the summary as one JSON object.", panel="Results"),
+        bool, flag("--json", "Print the summary as one JSON object.", panel="Results")
     ] = False,
     **options: Any,
 ) -> None:

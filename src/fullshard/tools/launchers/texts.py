@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fullshard.tools.cli_options import option_field
+from fullshard.tools.cli_options import panel
 from fullshard.tools.config import OptionError
 
 TEMPLATES = {
@@ -49,6 +49,7 @@ _NO_SETUP = (
 COMMANDS = ("train", "doctor", "replay")
 """Commands of `fullshard` that run as ranks which others start."""
 
+_ranks, _job = panel("Ranks"), panel("Job")
 _USED_BY = {
     "gpu": ("sky",),
     "image": ("k8s",),
@@ -73,28 +74,21 @@ class Request:
     kind: str
     program: tuple[str, ...]
     typed: tuple[str, ...] = ()
-    nodes: int = option_field(1, "Hosts.", panel="Ranks")
-    ranks_per_node: int = option_field(8, "Ranks of a host: one per GPU.", panel="Ranks")
-    on_cpu: bool = option_field(False, "Ask for no GPUs.", "--cpu", panel="Ranks")
-    name: str = option_field("fullshard", "The job's name.", panel="Job")
-    setup: str = option_field("", "Shell that comes first (slurm, sky, torchrun).", panel="Job")
-    gpu: str = option_field("", "Kind of GPU, such as H100 (sky).", panel="Job")
-    image: str = option_field("", "Container image (k8s).", panel="Job")
-    volume: str = option_field(
-        "",
-        "Persistent volume claim that all pods mount, and where (k8s).",
-        panel="Job",
-        metavar="CLAIM:/PATH",
+    nodes: int = _ranks(1, "Hosts.")
+    ranks_per_node: int = _ranks(8, "Ranks of a host: one per GPU.")
+    on_cpu: bool = _ranks(False, "Ask for no GPUs.", "--cpu")
+    name: str = _job("fullshard", "The job's name.")
+    setup: str = _job("", "Shell that comes first (slurm, sky, torchrun).")
+    gpu: str = _job("", "Kind of GPU, such as H100 (sky).")
+    image: str = _job("", "Container image (k8s).")
+    volume: str = _job(
+        "", "Persistent volume claim that all pods mount, and where (k8s).", metavar="CLAIM:/PATH"
     )
-    time_limit: str = option_field("", "Time limit (slurm).", "--time", panel="Job")
-    partition: str = option_field("", "Partition (slurm).", panel="Job")
-    cpus_per_rank: int | None = option_field(
-        None, "Processors (slurm). Default: the site's, with --cpu 1.", panel="Job"
-    )
-    restarts: int | None = option_field(
-        None,
-        "How often all ranks start again after a failure (ray: 3; slurm, torchrun: 0).",
-        panel="Job",
+    time_limit: str = _job("", "Time limit (slurm).", "--time")
+    partition: str = _job("", "Partition (slurm).")
+    cpus_per_rank: int | None = _job(None, "Processors (slurm). Default: the site's, with --cpu 1.")
+    restarts: int | None = _job(
+        None, "How often all ranks start again after a failure (ray: 3; slurm, torchrun: 0)."
     )
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from fullshard.tools.cli_options import option_field
+from fullshard.tools.cli_options import panel
 from fullshard.tools.config import OptionError
 from fullshard.tools.import_path import check_import_path
 from fullshard.tools.typed_program import why_no_script
@@ -14,6 +14,8 @@ APIS = ("fully_shard", "fsdp1")
 COMMS = ("auto", "process_group", "collectives")  # values of CommChoice
 DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
 """Names that torch has for what can be typed."""
+_program, _sharding = panel("Program"), panel("Sharding")
+_training, _comparing = panel("Training"), panel("Comparing")
 _OF_FACTORIES = {
     **{name: f"--{name}" for name in ("batch", "loss", "shard", "api", "dtype", "lr")},
     "evaluates": "--eval",
@@ -51,56 +53,43 @@ class VerifyOptions:
     """
 
     model: str
-    batch: str = option_field(
+    batch: str = _program(
         "",
         "batch(step): the whole batch of a step, from 0, which is divided among ranks along dim 0. Tensors, or tuples, "
         "lists and dicts of them.",
-        panel="Program",
         metavar="MODULE:FUNCTION",
     )
-    loss: str = option_field(
+    loss: str = _program(
         "",
         'loss(model, batch): a scalar. Default: what the model returns, its .loss, or its ["loss"].',
-        panel="Program",
         metavar="MODULE:FUNCTION",
     )
-    shard: str = option_field(
+    shard: str = _program(
         "",
         "shard(model): the sharded model. Default: units of repeated blocks.",
-        panel="Program",
         metavar="MODULE:FUNCTION",
     )
-    api: str = option_field(
-        "fully_shard", "Without --shard: fully_shard or fsdp1.", panel="Sharding"
+    api: str = _sharding("fully_shard", "Without --shard: fully_shard or fsdp1.")
+    comm: str = _sharding("auto", "auto, process_group or collectives.")
+    ranks: int = _sharding(2, "Local ranks, 2 to 4.")
+    device: str = _sharding("cpu", "cpu or cuda.")
+    dtype: str = _training("", "Of model and batch: fp64, fp32, bf16. Default: as it is.")
+    steps: int = _training(3, "Optimizer steps.")
+    lr: float = _training(0.01, "Learning rate of SGD.")
+    seed: int = _training(0, "Decides first values and random numbers.")
+    evaluates: bool = _training(False, "In evaluation mode, so without dropout.", "--eval")
+    rtol: float | None = _comparing(
+        None, "Of a tensor's largest value. Default: by dtype, fp32 1e-4."
     )
-    comm: str = option_field("auto", "auto, process_group or collectives.", panel="Sharding")
-    ranks: int = option_field(2, "Local ranks, 2 to 4.", panel="Sharding")
-    device: str = option_field("cpu", "cpu or cuda.", panel="Sharding")
-    dtype: str = option_field(
-        "", "Of model and batch: fp64, fp32, bf16. Default: as it is.", panel="Training"
-    )
-    steps: int = option_field(3, "Optimizer steps.", panel="Training")
-    lr: float = option_field(0.01, "Learning rate of SGD.", panel="Training")
-    seed: int = option_field(0, "Decides first values and random numbers.", panel="Training")
-    evaluates: bool = option_field(
-        False, "In evaluation mode, so without dropout.", "--eval", panel="Training"
-    )
-    rtol: float | None = option_field(
-        None, "Of a tensor's largest value. Default: by dtype, fp32 1e-4.", panel="Comparing"
-    )
-    atol: float | None = option_field(
-        None, "Of the largest value of its kind. Default: fp32 1e-5.", panel="Comparing"
-    )
-    divide_factor: float | None = option_field(
+    atol: float | None = _comparing(None, "Of the largest value of its kind. Default: fp32 1e-5.")
+    divide_factor: float | None = _comparing(
         None,
         "What your script divides summed gradients by on purpose. Default: the number of ranks.",
-        panel="Comparing",
     )
-    timeout_s: float = option_field(
+    timeout_s: float = _comparing(
         300.0,
         "Seconds for the one process, and again for the ranks; for each run of a script.",
         "--timeout",
-        panel="Comparing",
     )
     arguments: tuple[str, ...] = ()
     is_module: bool = False
