@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 
 from fullshard.json_files import json_text
 from fullshard.tools.advice import stalled, verdict
@@ -146,67 +146,8 @@ def comparison_lines(paths: Sequence[Path]) -> list[str]:
 def markdown(paths: Sequence[Path]) -> str:
     """Return the report of a run, or of several side by side, as text for an issue or a pull request."""
     if len(paths) > 1:
-        found = compare(paths)
-        names = [run["name"] for run in found["runs"]]
-        heads, compared = ["", *names], [_compared(row) for row in found["rows"]]
-        text = [f"## {found['name']}", _table(heads, compared), *filter(None, [found["note"]])]
-        for title, rows in (
-            ("Where a recorded step goes, and its memory", map(_compared, found["parts"])),
-            ("Options that differ", ([name, *each] for name, each in found["options"])),
-            (
-                "What they ran on, where it differs",
-                ([name, *each] for name, each in found["about"]),
-            ),
-        ):
-            if listed := list(rows):
-                text += [f"### {title}", _table(heads, listed)]
-        return "\n\n".join(text)
-    run = read_run(paths[0])
-    data = page_data(run)
-    text = [f"## {run.name}", ", ".join(data["facts"])]
-    text.append("\n".join(f"- {each['text']}" for each in data["advice"]))
-    text.append(_table(["", "", ""], [[f.label, f.text, f.note] for f in figures(run)]))
-    if data["trace"]:
-        units = [
-            [unit["name"], *(nanoseconds(unit[f"{part}_ns"]) for part in ("gather", "reduce", "exposed")),
-             nbytes(unit["gather_nbytes"])]
-            for unit in data["trace"]["units"]
-        ]  # fmt: skip
-        heads = ["Unit", "Gather, exposed", "Reduce, exposed", "Together", "Gathered a step"]
-        text += ["### Exposed communication per unit", _table(heads, units)]
-    if planned := data["planned"]:
-        for head in ("time", "memory"):
-            heads = [f"Planned and measured: {head}", "Planned", "Measured", "Difference"]
-            cells = [
-                [r["name"], r["planned"], r["measured"], r["difference"]] for r in planned[head]
-            ]
-            text.append(_table(heads, cells))
-        text.append("\n".join(f"- {said}" for said in (*planned["said"], *planned["notes"])))
-    if run.switch:
-        heads = ["", "PyTorch's FSDP", "fullshard", ""]
-        text += ["### PyTorch's FSDP and fullshard", _table(heads, run.switch["rows"])]
-        text.append(
-            "\n".join(f"- {said}" for said in (run.switch["verdict"], *run.switch["notes"]))
-        )
-    if data["about"]:
-        text.append(_table(["", ""], data["about"]))
-    return "\n\n".join(text)
-
-
-def _compared(row: dict[str, Any]) -> list[str]:
-    cells = zip(row["texts"], row["changes"], strict=True)
-    shown = [
-        f"{text} ({change})" if index and change else text
-        for index, (text, change) in enumerate(cells)
-    ]
-    return [row["label"], *shown]
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(
-        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines
-    )
+        return _template("compare.md").render(compare(paths)).rstrip("\n")
+    return _template("report.md").render(page_data(read_run(paths[0]))).rstrip("\n")
 
 
 def metrics_of(path: Path) -> dict[str, Any]:
@@ -216,8 +157,7 @@ def metrics_of(path: Path) -> dict[str, Any]:
 
 def write_comparison(paths: Sequence[Path], out: Path) -> Path:
     """Write the page; return its path. Raises OptionError as `read_run` does, and for too many runs."""
-    page = render("compare.html", compare(paths))
-    write_file(out, page)
+    write_file(out, render("compare.html", compare(paths)))
     return out
 
 
@@ -284,45 +224,29 @@ def _side_by_side(
     """
     rows = []
     for name in dict.fromkeys(name for each in found for name in each):
-        known = next(each[name] for each in found if name in each)
-        first = found[0].get(name)
         values = [each.get(name) for each in found]
-        units = {value.unit for value in values if value}
-        ratios = [
-            value.value / first.value
-            if value
-            and first
-            and first.value
-            and value.unit == first.unit
-            and not (name in _LOSSES and index in apart)
-            and math.isfinite(value.value / first.value)
-            else None
-            for index, value in enumerate(values)
+        known = [value for value in values if value]
+        has_units = len({value.unit for value in known}) > 1
+        ratios: list[float | None] = []
+        for index, value in enumerate(values):
+            first, ratio = values[0], None
+            if value and first and first.value and value.unit == first.unit:
+                ratio = value.value / first.value
+            is_apart = name in _LOSSES and index in apart
+            ratios.append(
+                ratio if ratio is not None and math.isfinite(ratio) and not is_apart else None
+            )
+        row = {
+            field: getattr(known[0], field) for field in ("name", "label", "how", "unit", "better")
+        }
+        texts = [
+            f"{each.text} {each.unit}" if has_units and each.unit not in each.text else each.text
+            for each in known
         ]
-        rows.append(
-            {
-                "name": name,
-                "label": known.label,
-                "how": known.how,
-                "unit": known.unit,
-                "better": known.better,
-                "texts": [_text(value, with_unit=len(units) > 1) for value in values],
-                "values": [value.value if value else None for value in values],
-                "ratios": ratios,
-                "changes": [changed(ratio) for ratio in ratios],
-            }
-        )
+        row["texts"] = [texts[known.index(value)] if value else "" for value in values]
+        row["values"] = [value.value if value else None for value in values]
+        rows.append({**row, "ratios": ratios, "changes": [changed(ratio) for ratio in ratios]})
     return rows
-
-
-def _text(figure: Figure | None, *, with_unit: bool) -> str:
-    if figure is None:
-        return ""
-    return (
-        f"{figure.text} {figure.unit}"
-        if with_unit and figure.unit not in figure.text
-        else figure.text
-    )
 
 
 def _names(runs: Sequence[RunRecord], paths: Sequence[Path]) -> list[str]:
@@ -340,41 +264,32 @@ def _differing(each: Sequence[dict[str, str]]) -> list[tuple[str, list[str]]]:
 
 def render(page: str, data: dict[str, Any], **more: Any) -> str:
     """Return a page of `page/`. It loads nothing: style, scripts and data are inside."""
+    scripts = "\n".join(_read(name) for name in _SCRIPTS[page])
+    # `</script>` in a unit's name must not end the element that holds the data.
+    embedded = json_text(data, separators=(",", ":")).replace("<", "\\u003c")
+    style = _read("uPlot.min.css") + _read("report.css")
+    shown = {**data, **more, "style": style, "scripts": scripts, "embedded": embedded}
+    return _template(page).render(**shown)
+
+
+def _template(name: str) -> Template:
     environment = Environment(
         loader=FunctionLoader(_read),
-        autoescape=True,
+        autoescape=name.endswith(".html"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters.update(ns=nanoseconds, nbytes=nbytes)
-    scripts = "\n".join(_read(name) for name in _SCRIPTS[page])
-    # `</script>` in a unit's name must not end the element that holds the data.
-    embedded = json_text(data, separators=(",", ":")).replace("<", "\\u003c")
-    shown = {
-        **data,
-        **more,
-        "style": _read("uPlot.min.css") + _read("report.css"),
-        "scripts": scripts,
-    }
-    return environment.get_template(page).render(**shown, embedded=embedded)
+    return environment.get_template(name)
 
 
 def _sentences(run: RunRecord, data: dict[str, Any]) -> dict[str, str]:
     """Say what the figures show, for the lines above and below them."""
-    said = {"speed_note": "", "units_lead": "", "memory_lead": "", "stalls_lead": ""}
-    said["missing_trace"] = _missing_trace(run)
-    cost = (data["series"] or {}).get("cost")
-    if cost is not None:
-        said["speed_note"] = (
-            f" Recorded steps took {cost:.2f} times the median of the others, which includes the "
-            "cost of recording."
-        )
     trace = data["trace"]
     if trace is None:
-        return said
-    said |= trace_leads(trace)
-    said["stalls_lead"] = stalled(run)
+        return {"missing_trace": _missing_trace(run)}
+    said = {**trace_leads(trace), "stalls_lead": stalled(run)}
     most = max(trace["peaks"], key=lambda peak: peak["total"])
     held = dict(zip(trace["categories"], most["nbytes"], strict=True))
     sharded = sum(held.get(name, 0) for name in _SHARDED)
