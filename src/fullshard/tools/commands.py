@@ -98,7 +98,7 @@ def verify(
             from fullshard.tools.verify.sides import side_of
 
             side = side_of(options, keep, place.rank, is_whole=is_whole)
-            return run_rank(side, place, threads=threads)
+            run_rank(side, place, threads=threads)
         from fullshard.tools.verify.running import verify as verify_all
 
         return verify_all(options, words, keep, threads=threads, as_json=as_json)
@@ -124,7 +124,8 @@ def _job(typed: Typed, place: Place | None) -> Job:
             )
         return restarted_job(options, out, changes, cache=typed.cache)
     if resume is None:
-        return new_job(options, out or _default_out(), cache=typed.cache)
+        begun = Path("runs", time.strftime("%Y%m%d-%H%M%S"))  # runs/20250131-174502
+        return new_job(options, out or begun, cache=typed.cache)
     return resumed_job(resume, changes, cache=typed.cache)
 
 
@@ -196,8 +197,3 @@ def _check_place(config: TrainConfig, place: Place) -> None:
             f"{error} Each of srun's tasks has to see the GPUs of all tasks on its host: ask for them with "
             "--gpus-per-node, without --gpus-per-task and --gpu-bind."
         ) from error
-
-
-def _default_out() -> Path:
-    """Name a new run's folder by its start: runs/20250131-174502."""
-    return Path("runs") / time.strftime("%Y%m%d-%H%M%S")

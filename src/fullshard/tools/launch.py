@@ -14,6 +14,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+import torch.distributed as dist
+
 from fullshard.launching.processes import END_S, Meeting, Process, kill_all, wait_for_end
 from fullshard.local_ranks import LAUNCHER_PID, num_gpus
 from fullshard.tools.doctor.findings import numbered
@@ -252,7 +255,7 @@ class StopRequest:
             os.set_blocking(writing, False)
             signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
             threading.Thread(target=self._listen, args=(reading,), daemon=True).start()
-        handler = _ignore if self._listens else self._note
+        handler = (lambda *_: None) if self._listens else self._note  # the thread hears of it
         for name in STOP_SIGNALS:
             number = signal.Signals[name]
             before = signal.getsignal(number)
@@ -294,8 +297,14 @@ class StopRequest:
         self._before.clear()
 
 
-def _ignore(number: int, _: object) -> None:
-    """Stand for a signal that a thread hears of."""
+def join_ranks(device: str, local_rank: int, **options: Any) -> None:
+    """Join the other ranks: over Gloo, and on GPUs over NCCL as well. options: of ``init_process_group``."""
+    if device == "cpu":
+        dist.init_process_group("gloo", **options)
+        return
+    torch.accelerator.set_device_index(local_rank)
+    own = torch.device(device, local_rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=own, **options)
 
 
 def leave(code: Exit) -> NoReturn:

@@ -32,20 +32,12 @@ from fullshard.peers.stacks import folded_traceback
 from fullshard.peers.store import store_in_time
 from fullshard.peers.waits import announce, lost_ranks, naming_lost_ranks
 from fullshard.peers.watchdog import watchdog
+from fullshard.tools import progress
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import Job
-from fullshard.tools.launch import Place, StopRequest, is_first_to_say, leave
+from fullshard.tools.launch import Place, StopRequest, is_first_to_say, join_ranks, leave
 from fullshard.tools.loggers import RunInfo
-from fullshard.tools.progress import (
-    Lasting,
-    Reporter,
-    Reporting,
-    clock,
-    printable,
-    say,
-    wrapped,
-)
 from fullshard.tools.report import write_report
 from fullshard.tools.run_facts import gather_facts
 from fullshard.tools.run_folder import RunFolder, program
@@ -67,10 +59,13 @@ def run_worker(job: Job, place: Place, *, threads: int, as_json: bool) -> Exit:
     die_with_launcher(place.launcher_pid)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while starting
     torch.set_num_threads(threads)
-    sys.stdout, sys.stderr = cast(TextIO, Lasting(sys.stdout)), cast(TextIO, Lasting(sys.stderr))
-    with Reporting(rank=place.rank) as report:
+    sys.stdout, sys.stderr = (
+        cast(TextIO, progress.Lasting(sys.stdout)),
+        cast(TextIO, progress.Lasting(sys.stderr)),
+    )
+    with progress.Reporting(rank=place.rank) as report:
         report.note(f"joining {place.num_ranks} rank{'s' if place.num_ranks > 1 else ''} ...")
-        _join(job, place)
+        join_ranks(job.config.device, place.local_rank)
         world = dist.group.WORLD
         assert isinstance(world, dist.ProcessGroup)
         announce()
@@ -90,7 +85,7 @@ def run_worker(job: Job, place: Place, *, threads: int, as_json: bool) -> Exit:
     return Exit.OK if summary["status"] == "finished" else Exit.STOPPED
 
 
-def _acknowledge(request: StopRequest, report: Reporter) -> None:
+def _acknowledge(request: StopRequest, report: progress.Reporter) -> None:
     """Say at once what comes of a request to stop; leave without saving if it is asked for by another Ctrl-C.
 
     Before all ranks are ready to save, nothing is certain: those that are not end by the request, and the others with
@@ -117,15 +112,6 @@ def _is_stopped(stop: StopRequest) -> bool:
     return bool(stop.asked and not stop.leads_to)
 
 
-def _join(job: Job, place: Place) -> None:
-    if job.config.device == "cpu":
-        dist.init_process_group("gloo")
-    else:
-        torch.accelerator.set_device_index(place.local_rank)
-        device = torch.device(job.config.device, place.local_rank)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-
-
 def _complain(place: Place, folder: RunFolder, error: Exception) -> Exit:
     """Say why this rank ends, and return its exit code. Of another's death, one or two ranks of a host tell.
 
@@ -140,7 +126,7 @@ def _complain(place: Place, folder: RunFolder, error: Exception) -> Exit:
         if place.local_rank == 0 or follows:
             said, saved = str(error).replace(RESTART, ""), folder.what_is_saved()
             said = said if saved in said else f"{said} {saved}"
-            say(f"fullshard: rank {place.rank}: {said}")
+            progress.say(f"fullshard: rank {place.rank}: {said}")
         return Exit.RANK_LOST
     said = str(error)
     if isinstance(error, OSError):
@@ -153,7 +139,7 @@ def _complain(place: Place, folder: RunFolder, error: Exception) -> Exit:
     unless_asked = place.rank == 0 or not is_common
     if is_first_to_say(said, store_in_time, unless_asked=unless_asked):
         where = "" if is_common else f"rank {place.rank}: "
-        say(f"fullshard: {where}{said}")
+        progress.say(f"fullshard: {where}{said}")
     return Exit.USAGE if isinstance(error, OptionError) else Exit.FAILED
 
 
@@ -166,7 +152,7 @@ def _is_loss(error: Exception) -> bool:
     return isinstance(error, PeerLostError)
 
 
-def _show(summary: dict[str, Any], report: Reporter, *, as_json: bool) -> None:
+def _show(summary: dict[str, Any], report: progress.Reporter, *, as_json: bool) -> None:
     """Print the results: prose for people, or one JSON object."""
     report.end()
     if as_json:
@@ -185,7 +171,7 @@ def _show(summary: dict[str, Any], report: Reporter, *, as_json: bool) -> None:
 
 def _shortened(sample: str) -> str:
     """Return a few lines of a sample, as they may be printed, under a line that says what they are."""
-    lines = [line.rstrip() for line in printable(sample).splitlines() if line.strip()]
+    lines = [line.rstrip() for line in progress.printable(sample).splitlines() if line.strip()]
     shown = [line if len(line) <= 100 else f"{line[:100]}..." for line in lines[:_SAMPLE_LINES]]
     return "\n".join(["--- sample ---", *shown, "--------------"])
 
@@ -205,7 +191,7 @@ def _show_end(summary: dict[str, Any], console: Console) -> None:
     if summary["val_loss"] is not None:
         rows["validation"] = f"{summary['val_loss']:.3f} on text held out, after the last step"
     rows["speed"] = (
-        f"{summary['tokens_per_second']:,.0f} {unit}s/s for {clock(summary['seconds'])}, "
+        f"{summary['tokens_per_second']:,.0f} {unit}s/s for {progress.clock(summary['seconds'])}, "
         f"{summary['peak_memory_per_rank'] / 2**30:.2f} GiB a rank"
     )
     rows["results"] = results = _link(folder.path)
@@ -219,7 +205,7 @@ def _show_end(summary: dict[str, Any], console: Console) -> None:
         commands["export"] = f"{program()} export {shlex.quote(str(folder.path))} --hf {exported}"
     width = max(map(len, (*rows, *commands))) + 2
     for name, value in rows.items():
-        for line in wrapped(Text(f"{name:<{width}}").append(value), console, indent=width):
+        for line in progress.wrapped(Text(f"{name:<{width}}").append(value), console, indent=width):
             console.print(line, soft_wrap=True)
     for name, command in commands.items():
         fits = not console.is_terminal or width + cell_len(command) <= console.width
@@ -228,10 +214,10 @@ def _show_end(summary: dict[str, Any], console: Console) -> None:
 
 
 def _link(path: Path) -> Text:
-    return Text(printable(str(path)), style=f"link {path.absolute().as_uri()}")
+    return Text(progress.printable(str(path)), style=f"link {path.absolute().as_uri()}")
 
 
-def _train(job: Job, stop: StopRequest, report: Reporter) -> dict[str, Any]:
+def _train(job: Job, stop: StopRequest, report: progress.Reporter) -> dict[str, Any]:
     """Train, sample and summarise as one rank of the default process group.
 
     Returns the summary, whose `status` is `finished` or `stopped`.
@@ -273,7 +259,7 @@ def _train(job: Job, stop: StopRequest, report: Reporter) -> dict[str, Any]:
     return summary
 
 
-def _run(job: Job, trainer: Trainer, report: Reporter) -> dict[str, Any]:
+def _run(job: Job, trainer: Trainer, report: progress.Reporter) -> dict[str, Any]:
     config, folder = job.config, job.folder
     started = time.perf_counter()
     done = trainer.train(done=job.done)
@@ -284,12 +270,16 @@ def _run(job: Job, trainer: Trainer, report: Reporter) -> dict[str, Any]:
     own_peak = float(peak_memory_nbytes(trainer.device))
     peak = torch.tensor(own_peak, dtype=torch.float64, device=trainer.device)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    loss = None
+    if trainer.rank == 0:  # of the last steps: one step's depends too much on its text
+        losses = [entry["loss"] for entry in folder.metrics()[-_LOSS_STEPS:]]
+        loss = sum(losses) / len(losses)
     summary = {
         "status": "finished" if done == config.steps else "stopped",
         "step": done,
         "steps": config.steps,
         "epochs": job.epochs,
-        "loss": _final_loss(folder) if trainer.rank == 0 else None,
+        "loss": loss,
         "val_loss": trainer.val_loss,
         "unigram_entropy": job.text.survey.unigram_entropy,
         "unit": config.unit,
@@ -309,9 +299,3 @@ def _run(job: Job, trainer: Trainer, report: Reporter) -> dict[str, Any]:
             summary["report"] = None
             report.note(f"no trace report: {error}")
     return summary
-
-
-def _final_loss(folder: RunFolder) -> float:
-    """Average the last steps, up to 20: one step's loss depends too much on its text."""
-    losses = [entry["loss"] for entry in folder.metrics()][-_LOSS_STEPS:]
-    return float(sum(losses) / len(losses))

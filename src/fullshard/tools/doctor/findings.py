@@ -34,6 +34,16 @@ class Finding:
     advice: str = ""
 
 
+def _of(severity: Severity) -> Callable[..., Finding]:
+    def make(name: str, where: str, measured: str, advice: str = "") -> Finding:
+        return Finding(name, severity, where, measured, advice)
+
+    return make
+
+
+problem, warning, note, ok = map(_of, Severity)
+
+
 def grouped(
     ranks: Iterable[RankFacts], value_of: Callable[[RankFacts], Value]
 ) -> dict[Value, list[RankFacts]]:

@@ -57,10 +57,14 @@ def show(exam: Examination, *, as_json: bool) -> Exit:
     return Exit.FAILED if verdict_of(findings) is Severity.PROBLEM else Exit.OK
 
 
+def report_console() -> Console:
+    """Return a console for a report on standard output: as wide as a terminal, or 120 columns."""
+    width = None if sys.stdout.isatty() else _PLAIN_WIDTH
+    return Console(highlight=False, emoji=False, width=width)
+
+
 def _show_report(exam: Examination, findings: list[Finding]) -> None:
-    console = Console(
-        highlight=False, emoji=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH
-    )
+    console = report_console()
     for host, ranks in by_host(exam).items():
         names = numbered(each.rank for each in ranks)
         console.print(f"[bold]{as_it_is(host)}[/bold]: {names}; {as_it_is(_summary(ranks[0]))}")

@@ -6,14 +6,14 @@ examined, Gloo and NCCL, may not work. Nothing here waits longer than its timeou
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import datetime
-import functools
 import itertools
 import pickle
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ import fullshard
 from fullshard.errors import FullshardError
 from fullshard.tools.doctor.facts import Collective, Communication, Knock, Link, RankFacts
 from fullshard.tools.launch import Place
+
+T = TypeVar("T")
 
 MOST_RANKS = 32
 """Up to so many ranks, each exchanges messages with each other one."""
@@ -42,14 +44,14 @@ class MeetingError(Exception):
     """A rank cannot reach the place where ranks meet; the message is the reason."""
 
 
+@dataclasses.dataclass(frozen=True)
 class Meeting:
     """One rank's access to what all ranks know. Keys are names of what is examined."""
 
-    def __init__(self, store: dist.Store, *, rank: int, num_ranks: int, timeout_s: float) -> None:
-        self.store = store
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.timeout_s = timeout_s
+    store: dist.Store
+    rank: int
+    num_ranks: int
+    timeout_s: float
 
     def post(self, name: str, value: Any) -> None:
         """Let others read a value of this rank."""
@@ -104,23 +106,15 @@ def join(place: Place, *, has_agent_store: bool, timeout_s: float) -> Meeting:
             time.sleep(_BETWEEN_TRIES_S)
     left = max(1.0, deadline - time.monotonic())
     try:
-        store = dist.TCPStore(
-            host,
-            port,
-            place.num_ranks,
-            is_master=is_server,
-            timeout=datetime.timedelta(seconds=left),
+        store: dist.Store = dist.TCPStore(
+            *(host, port, place.num_ranks, is_server, datetime.timedelta(seconds=left)),
             wait_for_workers=False,
             multi_tenant=True,
         )
     except (dist.DistError, ValueError) as error:
         raise MeetingError(_first_line(error)) from error
-    return Meeting(
-        dist.PrefixStore("fullshard/doctor", store),
-        rank=place.rank,
-        num_ranks=place.num_ranks,
-        timeout_s=timeout_s,
-    )
+    store = dist.PrefixStore("fullshard/doctor", store)
+    return Meeting(store, place.rank, place.num_ranks, timeout_s)
 
 
 def _first_line(error: Exception) -> str:
@@ -135,6 +129,15 @@ def knock_at_hosts(meeting: Meeting, facts: RankFacts, leaders: Sequence[int]) -
 
     leaders: the first rank of each host.
     """
+
+    def knock(target: int, place: tuple[str, int]) -> Knock:
+        host, port = place
+        try:
+            socket.create_connection(place, _KNOCK_S).close()
+        except OSError as error:
+            return Knock(facts.rank, target, f"{host}:{port}", error.strerror or str(error))
+        return Knock(facts.rank, target, f"{host}:{port}")
+
     is_leader = facts.rank in leaders
     knocks: list[Knock] = []
     with _door(_address(facts)) if is_leader else contextlib.nullcontext(0) as port:
@@ -143,7 +146,8 @@ def knock_at_hosts(meeting: Meeting, facts: RankFacts, leaders: Sequence[int]) -
         is_open = meeting.arrive("doors")
         if is_leader and is_open:
             doors = {rank: meeting.posted("door", rank) for rank in leaders if rank != facts.rank}
-            knocks = _knock(facts.rank, doors)
+            with concurrent.futures.ThreadPoolExecutor(16) as pool:
+                knocks = list(pool.map(knock, doors, doors.values()))
         meeting.arrive("knocked")  # all doors stay open until then
     return knocks
 
@@ -160,20 +164,6 @@ def _door(address: str) -> Iterator[int]:
         server = socket.create_server(("", 0), backlog=1024)
     with server:
         yield server.getsockname()[1]
-
-
-def _knock(source: int, doors: Mapping[int, tuple[str, int]]) -> list[Knock]:
-    def knock(target: int) -> Knock:
-        host, port = doors[target]
-        error = ""
-        try:
-            socket.create_connection((host, port), _KNOCK_S).close()
-        except OSError as caught:
-            error = caught.strerror or str(caught)
-        return Knock(source, target, f"{host}:{port}", error)
-
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        return list(pool.map(knock, doors))
 
 
 def _address(facts: RankFacts) -> str:
@@ -268,31 +258,55 @@ def reduce_over_nccl(
 
     scopes: groups of ranks; every rank gives the same.
     """
-    found: list[Collective] = []
-    for ranks, group in _groups(scopes, backend="nccl"):
+
+    def reduce(ranks: tuple[int, ...], group: dist.ProcessGroup) -> Collective:
         # In a thread, which is left behind if NCCL waits for ever.
         pool = concurrent.futures.ThreadPoolExecutor(1, "fullshard-doctor-nccl")
-        summed = pool.submit(functools.partial(_reduce, group, device))
         try:
-            seconds = summed.result(timeout_s)
+            seconds = pool.submit(_reduce, group, device).result(timeout_s)
         except concurrent.futures.TimeoutError:
-            return (*found, Collective(ranks, error=f"no end within {timeout_s:g} s"))
-        except RuntimeError as error:
-            return (*found, Collective(ranks, error=_first_line(error)))
+            raise RuntimeError(f"no end within {timeout_s:g} s") from None
         pool.shutdown()
-        found.append(Collective(ranks, seconds, _REDUCED_NBYTES / seconds))
+        return Collective(ranks, seconds, _REDUCED_NBYTES / seconds)
+
+    return _in_turn(scopes, reduce, Collective, backend="nccl")
+
+
+def try_fullshard(
+    scopes: Sequence[Sequence[int]], device: torch.device
+) -> tuple[Communication, ...]:
+    """Shard a small model over the ranks of each scope and train it for a step. Collective.
+
+    scopes: groups of ranks; every rank gives the same. Those of one rank are left out.
+    """
+    return _in_turn(
+        [ranks for ranks in scopes if len(ranks) > 1],
+        lambda ranks, group: Communication(ranks, device.type, _step(group, device)),
+        lambda ranks, error: Communication(ranks, device.type, error=error),
+    )
+
+
+def _in_turn(
+    scopes: Sequence[Sequence[int]],
+    look: Callable[[tuple[int, ...], dist.ProcessGroup], T],
+    failed: Callable[..., T],
+    backend: str | None = None,
+) -> tuple[T, ...]:
+    """Try something in the process group of each scope that has this rank, until it fails. Collective.
+
+    failed: makes the result of one that does, of its ranks and the error.
+    """
+    found: list[T] = []
+    for scope in scopes:
+        group, ranks = dist.new_group(list(scope), backend=backend), tuple(scope)
+        if dist.get_rank() not in ranks:
+            continue
+        assert group is not None
+        try:
+            found.append(look(ranks, group))
+        except (FullshardError, RuntimeError, ImportError) as error:
+            return (*found, failed(ranks, error=_first_line(error)))
     return tuple(found)
-
-
-def _groups(
-    scopes: Sequence[Sequence[int]], backend: str | None = None
-) -> Iterator[tuple[tuple[int, ...], dist.ProcessGroup]]:
-    """Make the process group of each scope, and yield those of this rank. Collective."""
-    for ranks in scopes:
-        group = dist.new_group(list(ranks), backend=backend)
-        if dist.get_rank() in ranks:
-            assert group is not None
-            yield tuple(ranks), group
 
 
 def _reduce(group: dist.ProcessGroup, device: torch.device) -> float:
@@ -309,23 +323,6 @@ def _reduce(group: dist.ProcessGroup, device: torch.device) -> float:
     if not bool((load == group.size()).all()):
         raise RuntimeError(f"the sum of {group.size()} ones is {load.min().item():g}")
     return min(times)
-
-
-def try_fullshard(
-    scopes: Sequence[Sequence[int]], device: torch.device
-) -> tuple[Communication, ...]:
-    """Shard a small model over the ranks of each scope and train it for a step. Collective.
-
-    scopes: groups of ranks; every rank gives the same. Those of one rank are left out.
-    """
-    found: list[Communication] = []
-    for ranks, group in _groups([ranks for ranks in scopes if len(ranks) > 1]):
-        try:
-            chosen = _step(group, device)
-        except (FullshardError, RuntimeError, ImportError) as error:
-            return (*found, Communication(ranks, device.type, error=_first_line(error)))
-        found.append(Communication(ranks, device.type, chosen))
-    return tuple(found)
 
 
 def _step(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -14,19 +14,8 @@ import torch
 
 from fullshard.tools.exits import Exit
 from fullshard.tools.launch import Ending
+from fullshard.tools.verify import record
 from fullshard.tools.verify.options import Tolerance, VerifyOptions
-from fullshard.tools.verify.record import (
-    Failure,
-    Output,
-    Part,
-    Run,
-    alone_folder,
-    merged,
-    rank_folder,
-    read_run,
-    read_tensors,
-    whole_folder,
-)
 
 WELL = Ending(Exit.OK)
 RANK_DIED = "RankDied"  # instead of an exception's class
@@ -82,7 +71,7 @@ class FirstModule:
 
     step: int
     rank: int
-    output: Output
+    output: record.Output
     relative: float = 0.0
     missing: str = ""
 
@@ -112,8 +101,8 @@ class Comparison:
 
     options: VerifyOptions
     tolerance: Tolerance
-    alone: Run
-    ranks: Mapping[int, Run] = dataclasses.field(default_factory=dict)
+    alone: record.Run
+    ranks: Mapping[int, record.Run] = dataclasses.field(default_factory=dict)
     losses: Sequence[Loss] = ()
     worst: Sequence[Difference] = ()
     differing: Sequence[Difference] = ()
@@ -126,7 +115,7 @@ class Comparison:
         return "whole model" if self.options.script else "one process"
 
     @property
-    def begun(self) -> Run | None:
+    def begun(self) -> record.Run | None:
         """The run of the rank that has the sharded model's first values; None if it did not get that far."""
         return next((run for run in self.ranks.values() if run.initial), None)
 
@@ -143,17 +132,19 @@ def compare(
     options: VerifyOptions, folder: Path, *, ending: Ending = WELL, ending_of_whole: Ending = WELL
 ) -> Comparison:
     """Read what both sides have written, and compare it step by step."""
-    names = [rank_folder(folder, rank) for rank in range(options.ranks)]
-    ranks = {rank: run for rank, name in enumerate(names) if (run := read_run(name)) is not None}
-    folders = [alone_folder(folder)]
+    names = [record.rank_folder(folder, rank) for rank in range(options.ranks)]
+    ranks = {
+        rank: run for rank, name in enumerate(names) if (run := record.read_run(name)) is not None
+    }
+    folders = [record.alone_folder(folder)]
     if options.script:
-        folders = [whole_folder(folder, rank) for rank in range(options.ranks)]
-    wholes = [read_run(each) for each in folders]
-    alone = merged([run for run in wholes if run is not None])
+        folders = [record.whole_folder(folder, rank) for rank in range(options.ranks)]
+    wholes = [record.read_run(each) for each in folders]
+    alone = record.merged([run for run in wholes if run is not None])
     if options.script:
         if None in wholes and any(wholes) and alone.failure is None:
             text = ending_of_whole.message or "a rank ended by itself, without an exception"
-            alone.failure = Failure("the script", None, RANK_DIED, text)
+            alone.failure = record.Failure("the script", None, RANK_DIED, text)
         for rank, run in ranks.items():
             whole = wholes[rank]
             run.own = {} if whole is None else whole.own
@@ -167,7 +158,7 @@ def compare(
             {
                 key: tensor
                 for each in side
-                for key, tensor in read_tensors(each, f"step-{step}").items()
+                for key, tensor in record.read_tensors(each, f"step-{step}").items()
             }
             for side in (folders, [names[rank] for rank in ranks])
         )
@@ -248,7 +239,9 @@ def differences_of(
         yield found
 
 
-def paired(alone: Run, ranks: Mapping[int, Run]) -> list[tuple[Part, Part]]:
+def paired(
+    alone: record.Run, ranks: Mapping[int, record.Run]
+) -> list[tuple[record.Part, record.Part]]:
     """Return the parts that both sides have computed, by step, rank and backward: as the one process did, and the rank."""
     expected = {part.place: part for part in alone.parts}
     parts = sorted((p for run in ranks.values() for p in run.parts), key=lambda p: p.place)
@@ -256,7 +249,7 @@ def paired(alone: Run, ranks: Mapping[int, Run]) -> list[tuple[Part, Part]]:
 
 
 def first_module(
-    alone: Run, ranks: Mapping[int, Run], differing: Sequence[Difference]
+    alone: record.Run, ranks: Mapping[int, record.Run], differing: Sequence[Difference]
 ) -> FirstModule | None:
     """Return the first module that differs: of the first step, and of the first rank that has one."""
     outside = {(d.step, d.rank, d.name): d for d in differing if d.kind == "output"}
@@ -265,7 +258,9 @@ def first_module(
 
 
 def _first_in(
-    alone: Part, sharded: Part, outside: Mapping[tuple[int, int | None, str], Difference]
+    alone: record.Part,
+    sharded: record.Part,
+    outside: Mapping[tuple[int, int | None, str], Difference],
 ) -> FirstModule | None:
     there = {output.name for output in sharded.outputs}
     known = {output.name for output in alone.outputs}
@@ -280,7 +275,7 @@ def _first_in(
     return None
 
 
-def _losses(alone: Run, ranks: Mapping[int, Run], tolerance: Tolerance) -> list[Loss]:
+def _losses(alone: record.Run, ranks: Mapping[int, record.Run], tolerance: Tolerance) -> list[Loss]:
     found = []
     for part, sharded in paired(alone, ranks):
         one, other = part.loss, sharded.loss

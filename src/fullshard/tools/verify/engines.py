@@ -5,6 +5,7 @@ Each is recorded once, and timed several times with nothing recorded: then only 
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,15 +22,21 @@ from fullshard.compare.values import local_of
 from fullshard.tools.progress import Reporter
 from fullshard.tools.verify.models import Models, Root
 from fullshard.tools.verify.options import VerifyOptions
-from fullshard.tools.verify.record import rank_folder, whole_folder
+from fullshard.tools.verify.record import keyed, rank_folder, whole_folder
 from fullshard.tools.verify.sides import Side, Tensors, whole_gradients
-from fullshard.tools.verify.values import fingerprint
-from fullshard.tools.verify.watching import EnoughError, NothingToCompareError, sample_with_norm
+from fullshard.tools.verify.values import fingerprints
+from fullshard.tools.verify.watching import (
+    NothingToCompareError,
+    Watching,
+    of_process,
+    sample_with_norm,
+)
 
 ENGINES = ("torch", "fullshard")
 WARM_UP = 4  # steps that set things up: memory of gradients, the optimizer's state, a compiler
 _MEMORY_STEPS = 2  # the last of these
 _LOOK_S = 0.004
+_OWN = ("smaps_rollup", "Pss")  # with the process's part of what it shares with others
 _SUMMON = "summon_full_params"
 _SHARDED = ("FSDPModule", "FullyShardedDataParallel", "ReplicateModule")  # of either engine
 
@@ -116,9 +123,9 @@ class OnEngine(Side):
         for each in wrapped:
             if not self._stepping.isdisjoint(map(id, each.module.parameters())):
                 named |= whole_gradients(each, gather=_summoned)  # flat ones may be cut elsewhere
-        bits = {f"{self.rank}/{name}": fingerprint(grad) for name, grad in named.items()}
-        self._bits |= bits
-        return {f"{self.rank}/{n}": sample_with_norm(grad) for n, grad in named.items()}
+        labelled = keyed(str(self.rank), named)
+        self._bits |= fingerprints(labelled.items())
+        return {label: sample_with_norm(grad) for label, grad in labelled.items()}
 
     def parameters(self, root: Root) -> Tensors:
         """Return nothing: the next gradients depend on them."""
@@ -162,31 +169,31 @@ class _SeenModels(Models):
 
     def new_root(self, called: nn.Module) -> Root | None:
         if called not in self._covered:
-            sharded = (each for each in called.modules() if _is_sharded(each))
-            self.noted += [each for each in sharded if each not in self.noted]
+            self.noted += [
+                each
+                for each in called.modules()
+                if each not in self.noted
+                and any(
+                    kind.__name__ in _SHARDED
+                    and kind.__module__.startswith(("torch.distributed", "fullshard"))
+                    for kind in type(each).__mro__
+                )
+            ]
         return super().new_root(called)
 
 
-def _is_sharded(module: nn.Module) -> bool:
-    return any(
-        kind.__name__ in _SHARDED and kind.__module__.startswith(("torch.distributed", "fullshard"))
-        for kind in type(module).__mro__
-    )
-
-
-class StepClock:
+class StepClock(Watching):
     """Times the steps of the first optimizer that steps, after some to warm up; memory of a process is looked at in these."""
 
     def __init__(self, side: Side, report: Reporter, on_over: Callable[[], object]) -> None:
-        self._side, self._on_over = side, on_over
+        super().__init__(side, report, on_over)
         self._device = None if side.options.device == "cpu" else side.options.device
         self._optimizer: torch.optim.Optimizer | None = None
         self._num_steps = 0
-        self._moments: list[float | torch.Event] = []
-        self._held = self._held_now()
+        self._moments: list[Any] = []  # of the clock, or events of the device
+        self._held = of_process(*_OWN)
         self._peak: int | None = None
         self._has_looked = threading.Event()
-        self.is_over = False
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -219,28 +226,23 @@ class StepClock:
                 threading.Thread(target=self._look, daemon=True).start()
         if timed >= 0:
             self._has_looked.set()
-            self._moments.append(self._moment())
+            moment = torch.Event(self._device, enable_timing=True) if self._device else None
+            if moment is not None:
+                moment.record()
+            self._moments.append(moment or time.perf_counter())
         if timed == self._side.options.steps:
-            self.is_over = True
             self._note()
-            self._side.wait()
-            self._on_over()
-            raise EnoughError
-
-    def _moment(self) -> "float | torch.Event":
-        if self._device is None:
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
+            self._end()
 
     def _note(self) -> None:
         if self._device:
             torch.accelerator.synchronize()
             self._peak = torch.accelerator.max_memory_allocated()
         run = self._side.diary.run
-        pairs = zip(self._moments, self._moments[1:], strict=False)
-        run.seconds = [_between(*pair) for pair in pairs]
+        run.seconds = [
+            float(start.elapsed_time(end) / 1e3 if self._device else end - start)
+            for start, end in itertools.pairwise(self._moments)
+        ]
         run.peak_nbytes = self._peak
         self._side.diary.write()
 
@@ -250,21 +252,8 @@ class StepClock:
             pass
 
     def _look_once(self) -> bool:
-        now = self._held_now()
+        now = of_process(*_OWN)
         if now is None or self._held is None:
             return False
         self._peak = max(self._peak or 0, now - self._held)
         return True
-
-    def _held_now(self) -> int | None:
-        """Return what the process holds of its own, with its part of what it shares with others (PSS)."""
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-                if line.startswith("Pss:"):
-                    return int(line.split()[1]) * 1024
-        return None
-
-
-def _between(start: Any, end: Any) -> float:
-    """Return the seconds between two moments: of the clock, or of the device."""
-    return float(start.elapsed_time(end) / 1e3 if isinstance(start, torch.Event) else end - start)

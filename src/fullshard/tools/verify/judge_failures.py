@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fullshard.tools.doctor.findings import Finding, Severity, counted, numbered
+from fullshard.tools.doctor.findings import Finding, counted, note, numbered, problem
 from fullshard.tools.verify.comparing import Comparison
 from fullshard.tools.verify.record import Failure
 
@@ -25,9 +25,8 @@ _ADVICE_ON_SCRIPT = (
 def judge_deaths(comparison: Comparison) -> Iterator[Finding]:
     """Name ranks that ended without a record."""
     if comparison.died:
-        yield Finding(
+        yield problem(
             "rank-died",
-            Severity.PROBLEM,
             numbered(comparison.died),
             comparison.ending.message or "ended by itself, without an exception",
             "Look for what ends a process: too little memory (`dmesg`), os._exit, a fault in native code.",
@@ -46,9 +45,8 @@ def judge_failures(comparison: Comparison) -> Iterator[Finding]:
         and not failure.may_follow
     }
     for failure, ranks in grouped(alike):
-        yield Finding(
+        yield problem(
             "timeout" if failure.kind == "TimeoutError" else "failed",
-            Severity.PROBLEM,
             numbered(ranks),
             f"in both runs, sharded and whole: {_said(failure)}",
             _ADVICE_ON_NOTHING if failure.is_nothing else _ADVICE_ON_BOTH,
@@ -58,14 +56,13 @@ def judge_failures(comparison: Comparison) -> Iterator[Finding]:
         if failure.is_nothing:
             advice = _ADVICE_ON_NOTHING
         where = comparison.reference
-        yield Finding("failed-alone", Severity.PROBLEM, where, _said(failure), advice)
+        yield problem("failed-alone", where, _said(failure), advice)
     causes = {rank: each for rank, each in failures.items() if not each.may_follow}
     ended = [] if causes or comparison.died else _ended_early(comparison)
     if ended:
         num = len(comparison.ranks[ended[0]].seconds)
-        yield Finding(
+        yield problem(
             "failed",
-            Severity.PROBLEM,
             numbered(ended),
             f"ended without an error after {counted(num, 'step')}, while others went on",
             "All ranks have to take as many steps: see what ends its loop, such as a shorter part of the data.",
@@ -75,7 +72,7 @@ def judge_failures(comparison: Comparison) -> Iterator[Finding]:
     for failure, ranks in grouped({r: f for r, f in causes.items() if r not in alike}):
         yield _failure_finding(failure, ranks, comparison)
     if followers := [rank for rank in failures if rank not in causes]:
-        yield Finding("followed", Severity.NOTE, numbered(followers), "ended because of the others")
+        yield note("followed", numbered(followers), "ended because of the others")
 
 
 def _ended_early(comparison: Comparison) -> list[int]:
@@ -90,22 +87,19 @@ def _failure_finding(failure: Failure, ranks: Sequence[int], comparison: Compari
     where = numbered(ranks)
     if failure.kind == "TimeoutError":
         advice = "See where it was, below. Do ranks take other paths? If it is only slow, give a longer --timeout."
-        return Finding("timeout", Severity.PROBLEM, where, _said(failure), advice)
+        return problem("timeout", where, _said(failure), advice)
     is_own = failure.phase in _WITH_FORWARDS and not failure.may_follow
     if is_own and (call := _outside_forward(failure.calls)) is not None:
         path, method = call
         owner = f"model.{path}" if path else "model"
-        return Finding(
+        return problem(
             "forward-method",
-            Severity.PROBLEM,
             where,
             f"{_said(failure)} (in {'.'.join(filter(None, call))}, which is not a forward)",
             f'After sharding: fullshard.register_fsdp_forward_method({owner}, "{method}"). Weights of a unit '
             "are whole only while its forward, or such a method, runs.",
         )
-    return Finding(
-        "failed", Severity.PROBLEM, where, _said(failure), _advice_on(failure, comparison)
-    )
+    return problem("failed", where, _said(failure), _advice_on(failure, comparison))
 
 
 def _outside_forward(calls: Sequence[str]) -> tuple[str, str] | None:

@@ -4,7 +4,16 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from fullshard.tools.doctor.findings import Finding, Severity, counted, numbered
+from fullshard.tools.doctor.findings import (
+    Finding,
+    Severity,
+    counted,
+    note,
+    numbered,
+    ok,
+    problem,
+    warning,
+)
 from fullshard.tools.verify.comparing import KINDS, Comparison, Difference, paired
 from fullshard.tools.verify.judge_failures import grouped, judge_deaths, judge_failures
 from fullshard.tools.verify.options import VerifyOptions
@@ -30,9 +39,8 @@ def judge_batches(comparison: Comparison) -> Iterator[Finding]:
     parts = paired(comparison.alone, comparison.ranks)
     others = [part for alone, part in parts if alone.batch != part.batch]
     if others:
-        yield Finding(
+        yield problem(
             "batches",
-            Severity.PROBLEM,
             numbered({part.rank for part in others}),
             f"another batch than the {comparison.reference} had, first in step {min(p.step for p in others)}",
             "The script gives its model other inputs when it runs again: seed what shuffles and draws, by a "
@@ -55,9 +63,8 @@ def judge_division(comparison: Comparison) -> Iterator[Finding]:
                 ranks.add(rank)
                 batches.setdefault((part.step, part.backward), set()).add(part.batch)
     if len(ranks) > 1 and all(len(each) == 1 for each in batches.values()):
-        yield Finding(
+        yield warning(
             "same-batches",
-            Severity.WARNING,
             numbered(ranks),
             f"every rank has the same batches, in {counted(len({step for step, _ in batches}), 'step')}",
             "Each rank should read its own part of the data: use a DistributedSampler, or seed what shuffles by the rank. "
@@ -71,14 +78,13 @@ def judge_start(comparison: Comparison) -> Iterator[Finding]:
     if (first := comparison.begun) is not None:
         if lacking := [name for name in alone.initial if name not in first.initial]:
             text = f"{_listed(lacking)}: not in the sharded model"
-            yield Finding("lacking", Severity.PROBLEM, "all ranks", text)
+            yield problem("lacking", "all ranks", text)
         yield from _judge_first_values(comparison, _others(alone.initial, first.initial))
     where = "on rank 0" if comparison.options.script else "in the one process"
     by_rank = {r: _others(alone.buffers, run.buffers) for r, run in comparison.ranks.items()}
     for names, ranks in grouped({r: tuple(names) for r, names in by_rank.items() if names}):
-        yield Finding(
+        yield problem(
             "initial-buffers",
-            Severity.PROBLEM,
             numbered(ranks),
             f"{_listed(names)}: other values before the first step than {where}",
             "Buffers are not sharded, and nothing makes them alike: build them the same on every rank, or "
@@ -92,9 +98,8 @@ def _judge_first_values(comparison: Comparison, other: Sequence[str]) -> Iterato
     later = [n for n in other if comparison.options.script and n not in alone.own]
     if sharded := [name for name in other if name not in later]:
         own = [r for r, run in comparison.ranks.items() if _others(alone.own, run.own)]
-        yield Finding(
+        yield problem(
             "initial-parameters",
-            Severity.PROBLEM,
             numbered(own) if own else "sharding",
             f"{_listed(sharded)}: other values before the first step than in the {comparison.reference}",
             "Each rank shards what it made itself: build the model from seeded random numbers alone, or load "
@@ -103,9 +108,8 @@ def _judge_first_values(comparison: Comparison, other: Sequence[str]) -> Iterato
             else "The values were changed while the model was sharded.",
         )
     if later:
-        yield Finding(
+        yield warning(
             "initial-parameters",
-            Severity.WARNING,
             "after sharding",
             f"{_listed(later)}: were given values after sharding, which are others than in the whole model",
             "Random numbers for parts of a parameter are others than for all of it; so this is expected of an "
@@ -120,9 +124,8 @@ def judge_ties(comparison: Comparison) -> Iterator[Finding]:
     groups = [set(tied) for tied in comparison.begun.ties]
     for tied in comparison.alone.ties:
         if not any(set(tied) <= group for group in groups):
-            yield Finding(
+            yield problem(
                 "untied",
-                Severity.PROBLEM,
                 "all ranks",
                 f"{' and '.join(tied)} are one parameter in the {comparison.reference}, and several in the sharded model",
                 "Something between building and sharding gave one of the names a parameter of its own: tie "
@@ -135,9 +138,9 @@ def judge_writes(comparison: Comparison) -> Iterator[Finding]:
     written = dict.fromkeys(name for part in comparison.alone.parts for name in part.written)
     if written:
         owners = dict.fromkeys(name.rpartition(".")[0] or "the model" for name in written)
-        yield Finding(
+        say = problem if comparison.differing else warning
+        yield say(
             "forward-writes",
-            Severity.PROBLEM if comparison.differing else Severity.WARNING,
             _listed(list(owners)),
             f"the forward writes to {_listed(list(written))}",
             "In a sharded model such a write reaches a gathered copy, and is lost when that is freed. Write "
@@ -167,9 +170,8 @@ def judge_divide_factor(comparison: Comparison) -> Iterator[Finding]:
         chosen = dict.fromkeys(owner[name] for name in names if name in owner)
         whole = [unit for unit in chosen if set(unit.parameters) <= set(names)]
         divisors = ", ".join(f"{each:g}" for each in sorted({unit.divide_factor for unit in whole}))
-        yield Finding(
+        yield problem(
             "divide-factor",
-            Severity.PROBLEM,
             f"unit {_listed([unit.name or '(root)' for unit in whole])}"
             if whole
             else _listed(names),
@@ -210,9 +212,8 @@ def judge_random(comparison: Comparison) -> Iterator[Finding]:
         state, off = "seeded alike for each step and rank", "p=0, or --eval"
         if comparison.options.script:
             state, off = "in the same state on both sides before the first forward", "p=0"
-        yield Finding(
+        yield problem(
             "random",
-            Severity.PROBLEM,
             first.output.path or "the model",
             f"the first output that differs is that of {first.output.kind}, which draws random numbers",
             f"Torch's, NumPy's and Python's generators are {state}, so what was drawn came from "
@@ -226,9 +227,8 @@ def judge_finite(comparison: Comparison) -> Iterator[Finding]:
     """Find losses that are not finite in the one process: nothing can be compared from there on."""
     for loss in comparison.losses:
         if not math.isfinite(loss.alone):
-            yield Finding(
+            yield problem(
                 "not-finite",
-                Severity.PROBLEM,
                 comparison.reference,
                 f"the loss of step {loss.step} is {loss.alone}",
                 "Try fewer --steps."
@@ -243,24 +243,23 @@ def judge_values(comparison: Comparison) -> Iterator[Finding]:
     losses = [loss for loss in comparison.losses if loss.differs]
     if losses:
         one = losses[0]
-        yield Finding(
+        yield problem(
             "losses",
-            Severity.PROBLEM,
             numbered({loss.rank for loss in losses}),
             f"first in step {one.step}: {one.alone:.6g} in the {comparison.reference}, {one.sharded:.6g} on rank {one.rank}",
         )
     elif comparison.losses:
-        yield Finding("losses", Severity.OK, "all ranks", "equal")
+        yield ok("losses", "all ranks", "equal")
     has_gradients = any(each.kind == "gradient" for each in comparison.differing)
     for kind in KINDS:
         compared = [each for each in comparison.worst if each.kind == kind]
         differing = [each for each in comparison.differing if each.kind == kind]
         if differing:
             first = [d for d in differing if d.step == differing[0].step]
-            yield Finding(
+            ranks = {each.rank for each in differing if each.rank is not None}
+            yield problem(
                 f"{kind}s",
-                Severity.PROBLEM,
-                _whose(differing),
+                numbered(ranks) if ranks else "all ranks",
                 f"{_listed(list(dict.fromkeys(d.label for d in first)))}: first in step {first[0].step}, "
                 f"{_by_how_much(first, comparison.reference)}",
                 _ADVICE_ON_FINAL if kind == "final-gradient" and not has_gradients else "",
@@ -268,7 +267,7 @@ def judge_values(comparison: Comparison) -> Iterator[Finding]:
         elif compared:
             most = max(each.relative for each in compared if each.worst <= each.limit)
             equal = f"equal within {most:.0e}" if most else "equal in every bit"
-            yield Finding(f"{kind}s", Severity.OK, "all ranks", equal)
+            yield ok(f"{kind}s", "all ranks", equal)
 
 
 def _by_how_much(differences: Sequence[Difference], reference: str) -> str:
@@ -283,9 +282,8 @@ def judge_modules(comparison: Comparison) -> Iterator[Finding]:
     first = comparison.first
     if first is not None and first.missing:
         side = "sharded" if first.missing == "alone" else f"in the {comparison.reference}"
-        yield Finding(
+        yield note(
             "modules",
-            Severity.NOTE,
             first.output.path or "the model",
             f"was seen to run {side} alone, in step {first.step}",
             "A module that sharding replaces or compiles is not seen there. Else the sides take other paths.",
@@ -296,9 +294,8 @@ def judge_seeds(comparison: Comparison) -> Iterator[Finding]:
     """Say that first values are those of one seed for all ranks, which the script does not set."""
     begun = comparison.begun
     if comparison.options.script and begun is not None and not begun.seeds:
-        yield Finding(
+        yield note(
             "seeds",
-            Severity.NOTE,
             "all ranks",
             "the script seeds nothing before it builds its model; here all ranks began with one seed",
             "By itself, every rank draws first values of its own, and shards these.",
@@ -314,10 +311,10 @@ def judge_warnings(comparison: Comparison) -> Iterator[Finding]:
                 alike = re.sub(r"\brank \d+", "rank", text)
                 said.setdefault(alike, (text, []))[1].append(rank)
     for text, ranks in said.values():
-        yield Finding("warned", Severity.WARNING, numbered(ranks), text)
+        yield warning("warned", numbered(ranks), text)
     if comparison.begun is not None and not comparison.begun.units:
         text = "nothing in the model is sharded"
-        yield Finding("not-sharded", Severity.WARNING, "all ranks", text)
+        yield warning("not-sharded", "all ranks", text)
 
 
 _JUDGES_OF_INPUTS = (judge_batches, judge_start, judge_ties, judge_writes)
@@ -339,11 +336,6 @@ JUDGES: tuple[Callable[[Comparison], Iterable[Finding]], ...] = (
 def _others(expected: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
     """Return names that both have, with other values."""
     return [name for name, value in given.items() if expected.get(name, value) != value]
-
-
-def _whose(differing: Sequence[Difference]) -> str:
-    ranks = {each.rank for each in differing if each.rank is not None}
-    return numbered(ranks) if ranks else "all ranks"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -90,7 +90,12 @@ def replaced(by_original: Mapping[Any, Any]) -> Iterator[None]:
     undo: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for module_name, module in list(sys.modules.items()):
-            if not _is_face(module_name):
+            package = module_name.partition(".")[0]
+            if package == "fullshard":
+                is_face = module_name in _OF_FULLSHARD
+            else:
+                is_face = package != "torch" or module_name.startswith(_OF_TORCH)
+            if not is_face:
                 continue
             names = getattr(module, "__dict__", {})
             for name, value in list(names.items()):
@@ -101,10 +106,3 @@ def replaced(by_original: Mapping[Any, Any]) -> Iterator[None]:
     finally:
         for names, name, value in reversed(undo):
             names[name] = value
-
-
-def _is_face(module_name: str) -> bool:
-    package = module_name.partition(".")[0]
-    if package == "fullshard":
-        return module_name in _OF_FULLSHARD
-    return package != "torch" or module_name.startswith(_OF_TORCH)

@@ -42,14 +42,8 @@ TOLERANCES = {
 class VerifyOptions:
     """What to verify and how; empty and None mean what the command's help says.
 
-    model: an import path, MODULE:FUNCTION, or a script, whose arguments are ``arguments``.
-    batch, loss, shard: import paths.
-    dtype: of parameters and batches; empty for that of the model.
-    rtol, atol: instead of those of `TOLERANCES`.
-    evaluates: whether the model trains in evaluation mode, so without dropout.
-    is_module: whether the script is a module's name, for ``-m``.
-    divide_factor: what a script divides gradients by on purpose, instead of the number of ranks.
-    timeout_s: for the one process, and again for the ranks; for each of a script's runs.
+    model: an import path, MODULE:FUNCTION, or a script, whose arguments are ``arguments``. is_module: whether the script is a
+    module's name, for ``-m``.
     """
 
     model: str

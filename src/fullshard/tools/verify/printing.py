@@ -3,24 +3,19 @@
 import dataclasses
 import math
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from fullshard.json_files import json_text
 from fullshard.tools.doctor.checks import verdict_of
 from fullshard.tools.doctor.findings import Finding, Severity, counted, numbered, sized, timed
-from fullshard.tools.doctor.printing import findings_table
+from fullshard.tools.doctor.printing import findings_table, report_console
 from fullshard.tools.exits import Exit
 from fullshard.tools.progress import as_it_is
 from fullshard.tools.verify.comparing import RANK_DIED, Comparison, Difference
 from fullshard.tools.verify.judging import judge
-from fullshard.tools.verify.record import Run
-
-_PLAIN_WIDTH = 120  # of a pipe or a file
 
 
 def show(comparison: Comparison, *, as_json: bool) -> Exit:
@@ -37,9 +32,7 @@ def show(comparison: Comparison, *, as_json: bool) -> Exit:
 
 
 def _show_report(comparison: Comparison, findings: list[Finding]) -> None:
-    console = Console(
-        highlight=False, emoji=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH
-    )
+    console = report_console()
     for table in (_losses(comparison), _values(comparison), _costs(comparison)):
         if table.row_count:
             console.print(table)
@@ -108,13 +101,9 @@ def _costs(comparison: Comparison) -> Table:
     for name, run in processes.items():
         peak = "unknown" if run.peak_nbytes is None else sized(run.peak_nbytes)
         if run.seconds:
-            table.add_row(name, peak, _seconds(run))
+            # Without the first step, which sets things up.
+            table.add_row(name, peak, timed(statistics.median(run.seconds[1:] or run.seconds)))
     return table
-
-
-def _seconds(run: Run) -> str:
-    """Return the median without the first step, which sets things up."""
-    return timed(statistics.median(run.seconds[1:] or run.seconds))
 
 
 def _first_module(comparison: Comparison) -> str:
@@ -129,17 +118,14 @@ def _first_module(comparison: Comparison) -> str:
 
 def _verdict(comparison: Comparison, findings: list[Finding]) -> str:
     options, (rtol, atol) = comparison.options, comparison.tolerance
-    of_what = options.script or f"SGD (lr {options.lr:g})"
-    ran = (
-        f"{counted(options.ranks, 'rank')}, {counted(_num_steps(comparison), 'step')} of {of_what}"
-    )
+    of_what, num_steps = f"SGD (lr {options.lr:g})", options.steps
+    if options.script:  # which may end before
+        of_what = options.script
+        num_steps = len({each.step for each in comparison.worst if each.kind == "parameter"})
+    ran = f"{counted(options.ranks, 'rank')}, {counted(num_steps, 'step')} of {of_what}"
     ran += f", {comparison.seconds:.0f} s"
-    allowed = (
-        f"{rtol:.2g} of its largest value"
-        if rtol < 1e-5
-        else f"{100 * rtol:.2g} % of its largest value"
-    )
-    allowed += f" (rtol {rtol:g}, atol {atol:g})"
+    part = f"{rtol:.2g}" if rtol < 1e-5 else f"{100 * rtol:.2g} %"
+    allowed = f"{part} of its largest value (rtol {rtol:g}, atol {atol:g})"
     if comparison.died:
         return f"[red]failed[/red]: {numbered(comparison.died)} died. {ran}"
     problems = [each for each in findings if each.severity is Severity.PROBLEM]
@@ -152,12 +138,6 @@ def _verdict(comparison: Comparison, findings: list[Finding]) -> str:
         said = as_it_is(first.where) if first.id == "failed" else what
         return f"[red]failed[/red]: {said}. {ran}"
     return f"[red]differs[/red]: {what}. Allowed is {allowed}. {ran}"
-
-
-def _num_steps(comparison: Comparison) -> int:
-    """Return how many steps there were: a script may end before."""
-    steps = {each.step for each in comparison.worst if each.kind == "parameter"}
-    return len(steps) if comparison.options.script else comparison.options.steps
 
 
 def _table(first: str, *columns: str) -> Table:

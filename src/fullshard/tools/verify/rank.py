@@ -16,7 +16,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -28,9 +28,8 @@ import fullshard
 from fullshard.local_ranks import die_with_launcher
 from fullshard.peers.stacks import folded_traceback
 from fullshard.tools.exits import Exit
-from fullshard.tools.launch import Place
+from fullshard.tools.launch import Place, join_ranks, leave
 from fullshard.tools.progress import Reporter, Reporting
-from fullshard.tools.verify.options import VerifyOptions
 from fullshard.tools.verify.program import load_program, train
 from fullshard.tools.verify.record import Diary, Failure
 from fullshard.tools.verify.sides import Side
@@ -46,7 +45,7 @@ class ScriptExitedError(Exception):
     """A script that ended itself with an exit code other than 0."""
 
 
-def run_rank(side: Side, place: Place, *, threads: int, watch: type[Watching] = Watch) -> Exit:
+def run_rank(side: Side, place: Place, *, threads: int, watch: type[Watching] = Watch) -> NoReturn:
     """Run one rank of a side from start to end; what went wrong is in its record, not in its exit code."""
     options = side.options
     die_with_launcher(place.launcher_pid)
@@ -64,13 +63,14 @@ def run_rank(side: Side, place: Place, *, threads: int, watch: type[Watching] = 
         supervised(side.diary, options.timeout_s, on_stuck=lambda: leave(Exit.OK)),
     ):
         if not options.script:
-            _join(options, place)
+            limit = datetime.timedelta(seconds=options.timeout_s)
+            join_ranks(options.device, place.local_rank, timeout=limit)
         side.install()
         of_what = f" of {options.script}" if options.script else ""
         report.note(f"{options.ranks} ranks: {options.steps} steps{of_what}, {side.label}")
         run_side(side, report, on_over=end_soon, watch=watch)
     # Not by way of what is registered to run at exit: loggers that wait for a network, groups for ranks.
-    return leave(Exit.OK)
+    leave(Exit.OK)
 
 
 def run_side(
@@ -133,23 +133,6 @@ def _run_script(side: Side) -> None:
                 runpy.run_path(options.script, run_name="__main__")
     finally:
         sys.argv[:], sys.path[:] = kept
-
-
-def _join(options: VerifyOptions, place: Place) -> None:
-    limit = datetime.timedelta(seconds=options.timeout_s)
-    if options.device == "cpu":
-        dist.init_process_group("gloo", timeout=limit)
-        return
-    torch.accelerator.set_device_index(place.local_rank)
-    device = torch.device(options.device, place.local_rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=limit)
-
-
-def leave(code: Exit) -> Exit:
-    """End this process at once, without what is registered to run at its exit."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 class OtherRanksError(Exception):

@@ -26,19 +26,11 @@ from fullshard import FSDPModule
 from fullshard.compare.surroundings import random_states, set_random_states
 from fullshard.compare.values import path_of
 from fullshard.errors import StateError
+from fullshard.tools.verify import record
 from fullshard.tools.verify.averaging import Averaging
 from fullshard.tools.verify.casting import Casting
 from fullshard.tools.verify.models import Models, Root, replaced
 from fullshard.tools.verify.options import VerifyOptions
-from fullshard.tools.verify.record import (
-    Diary,
-    Unit,
-    alone_folder,
-    keyed,
-    rank_folder,
-    read_tensors,
-    whole_folder,
-)
 from fullshard.tools.verify.values import fingerprint, fingerprints, seed_all
 from fullshard.tools.verify.whole import standing_in
 
@@ -60,7 +52,7 @@ class Side:
 
     def __init__(self, options: VerifyOptions, rank: int, folder: Path, own_folder: Path) -> None:
         self.options, self.rank, self._folder = options, rank, folder
-        self.diary = Diary(own_folder)
+        self.diary = record.Diary(own_folder)
         self.models = Models()
         self.optimizers: set[torch.optim.Optimizer] = set()  # that have taken a step
         self._first_state = 0  # what torch's generator was seeded with before the script
@@ -118,7 +110,7 @@ class Side:
 
     def buffers(self, root: Root) -> Tensors:
         """Return buffers by key, as they are before the optimizer's step."""
-        return keyed(f"buffer/{self.rank}", root.buffers())
+        return record.keyed(f"buffer/{self.rank}", root.buffers())
 
     def begin_part(self, rank: int) -> None:
         """See that the part of a rank begins, of `parts`."""
@@ -302,9 +294,9 @@ class Whole(Side):
                 if self._given.get(id(parameter), (parameter, ""))[1] == value:
                     run.own[name] = value
             start = f"{root.prefix}start"
-            whole = read_tensors(rank_folder(self._folder, 0), start)
+            whole = record.read_tensors(record.rank_folder(self._folder, 0), start)
             self._take_over(root, whole.get("parameters", {}))
-            own = read_tensors(rank_folder(self._folder, self.rank), start)
+            own = record.read_tensors(record.rank_folder(self._folder, self.rank), start)
             if own and not root.prefix:
                 set_random_states(own["random"])
         world = dist.group.WORLD
@@ -324,7 +316,7 @@ class Whole(Side):
 
     def after_step(self, step: int) -> None:
         """Go on with the sharded model's values."""
-        tensors = read_tensors(rank_folder(self._folder, 0), f"step-{step}")
+        tensors = record.read_tensors(record.rank_folder(self._folder, 0), f"step-{step}")
         whole = {key.removeprefix("parameter/"): each for key, each in tensors.items()}
         for root in self.models.roots:
             self._take_over(root, whole)
@@ -344,10 +336,10 @@ class Whole(Side):
 def side_of(options: VerifyOptions, folder: Path, rank: int, *, is_whole: bool) -> Side:
     """Return a rank's side, or the one that it is compared with, and make its folder."""
     if not is_whole:
-        return Sharded(options, rank, folder, rank_folder(folder, rank))
+        return Sharded(options, rank, folder, record.rank_folder(folder, rank))
     if options.script:
-        return Whole(options, rank, folder, whole_folder(folder, rank))
-    return OneProcess(options, rank, folder, alone_folder(folder))
+        return Whole(options, rank, folder, record.whole_folder(folder, rank))
+    return OneProcess(options, rank, folder, record.alone_folder(folder))
 
 
 def whole_parameters(root: Root) -> Tensors:
@@ -396,14 +388,14 @@ def ties_of(tensors: Mapping[str, object]) -> list[tuple[str, ...]]:
     return [tuple(tied) for tied in names.values() if len(tied) > 1]
 
 
-def units_of(root: Root) -> list[Unit]:
+def units_of(root: Root) -> list[record.Unit]:
     """Return the units of a model; none if nothing is sharded."""
     try:
         units = fullshard.describe(root.module).units
     except StateError:
         return []
     return [
-        Unit(
+        record.Unit(
             root.name(unit.name),
             tuple(map(root.name, (*unit.direct, *unit.packed, *unit.flat, *unit.extended))),
             unit.divide_factor,

@@ -7,9 +7,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 from rich.console import Console
@@ -20,17 +20,12 @@ from fullshard.tools.doctor.findings import counted, sized, timed
 from fullshard.tools.exits import Exit
 from fullshard.tools.launch import Ending, Place, launch
 from fullshard.tools.progress import as_it_is
+from fullshard.tools.verify import engines
 from fullshard.tools.verify.comparing import Comparison, compare
-from fullshard.tools.verify.engines import (
-    ENGINES,
-    CompareOptions,
-    OnEngine,
-    Run,
-    StepClock,
-)
 from fullshard.tools.verify.rank import run_rank
 from fullshard.tools.verify.record import Failure, merged, read_run
 from fullshard.tools.verify.running import records_folder
+from fullshard.tools.verify.watching import Watch
 from fullshard.versions import installed
 
 _BUSY = 0.25  # of the machine, before a run of ours begins
@@ -69,7 +64,7 @@ class Costs:
     @property
     def ratios(self) -> list[float]:
         """fullshard's time over PyTorch's, of each round."""
-        torch, ours = (self.seconds[engine] for engine in ENGINES)
+        torch, ours = (self.seconds[engine] for engine in engines.ENGINES)
         return [one / other for one, other in zip(ours, torch, strict=True)]
 
     @property
@@ -81,9 +76,9 @@ class Costs:
     @property
     def memory(self) -> float | None:
         """fullshard's memory over PyTorch's, of the rank that holds most; None where nothing says it."""
-        if not all(self.nbytes[engine] for engine in ENGINES):
+        if not all(self.nbytes[engine] for engine in engines.ENGINES):
             return None
-        torch, ours = (max(self.nbytes[engine]) for engine in ENGINES)
+        torch, ours = (max(self.nbytes[engine]) for engine in engines.ENGINES)
         return ours / torch
 
 
@@ -94,7 +89,7 @@ class Switch:
     costs: None also for a script of too few steps to be timed.
     """
 
-    options: CompareOptions
+    options: engines.CompareOptions
     values: Values | None = None
     costs: Costs | None = None
     failed: str = ""
@@ -137,66 +132,72 @@ def _same(values: Values) -> str:
     return f"losses differ by up to {values.loss:.1e} {over}, {how}"
 
 
-def rank_of(options: CompareOptions, place: Place, records: Path, label: str, threads: int) -> Exit:
+def rank_of(
+    options: engines.CompareOptions, place: Place, records: Path, label: str, threads: int
+) -> NoReturn:
     """Be one rank of the run of a label."""
     engine, _, number = label.partition("-")
-    run = Run(engine, int(number or 0))
-    side = OnEngine(options, place.rank, records, run)
-    return run_rank(side, place, threads=threads, **({"watch": StepClock} if run.round else {}))
+    run = engines.Run(engine, int(number or 0))
+    side = engines.OnEngine(options, place.rank, records, run)
+    run_rank(side, place, threads=threads, watch=engines.StepClock if run.round else Watch)
 
 
-def compare_engines(options: CompareOptions, words: Sequence[str], *, threads: int) -> Switch:
+def compare_engines(
+    options: engines.CompareOptions, words: Sequence[str], *, threads: int
+) -> Switch:
     """Run the script on both engines, recorded and then timed. words: what was typed, for the ranks. Raises OptionError."""
     began = time.monotonic()
     with records_folder(None) as records:
-        printed = records / "printed"
 
-        def start(run: Run) -> Ending:
+        def start(run: engines.Run) -> Ending:
             if run.round:
                 name = "PyTorch" if run.engine == "torch" else run.engine
                 print(f"round {run.round} of {options.rounds}: {name}", file=sys.stderr, flush=True)
             typed = ["compare", "--run", run.label, "--records", str(records), *words]
             # What the script prints is shown of the first run on each engine.
-            with _output_into(printed) if run.round else contextlib.nullcontext():
+            with _output_into(records / "printed") if run.round else contextlib.nullcontext():
                 ending = launch(typed, ranks=options.ranks, threads=threads)
             if ending.code is Exit.STOPPED:
                 raise KeyboardInterrupt
             return ending
 
-        busy = []
-        endings = {engine: start(Run(engine)) for engine in ENGINES}
-        comparison = compare(
-            dataclasses.replace(options, rtol=0.0, atol=0.0),
-            records,
-            ending=endings["fullshard"],
-            ending_of_whole=endings["torch"],
-        )
-        if failed := _failed(comparison):
-            return Switch(options, failed=failed, seconds=time.monotonic() - began)
-        values = _values(options, comparison)
-        seconds: dict[str, list[float]] = {engine: [] for engine in ENGINES}
-        nbytes: dict[str, list[int]] = {}
-        for number in range(1, options.rounds + 1):
-            for engine in ENGINES[:: 1 if number % 2 else -1]:
-                busy.append(psutil.cpu_percent(_LOOK_S) / 100)
-                run = Run(engine, number)
-                ending = start(run)
-                ranks = [read_run(run.folder(records, rank)) for rank in range(options.ranks)]
-                there = [each for each in ranks if each is not None]
-                if (failure := merged(there).failure) is not None or len(there) < options.ranks:
-                    why = _said(failure) if failure else ending.message
-                    note = f"it failed when {engine} was timed, so nothing is said of time and memory: {why}"
-                    if failure and failure.is_nothing:
-                        why, note = "", f"values are compared, times are not: {failure.text}"
-                    else:
-                        print(printed.read_text(errors="replace"), end="", file=sys.stderr)
-                    spent = time.monotonic() - began
-                    return Switch(options, values, failed=why, notes=[note], seconds=spent)
-                seconds[engine].append(max(statistics.median(each.seconds) for each in there))
-                nbytes[engine] = [each.peak_nbytes for each in there if each.peak_nbytes]
+        found = _compared(options, records, start)
+    return dataclasses.replace(found, seconds=time.monotonic() - began)
+
+
+def _compared(
+    options: engines.CompareOptions, records: Path, start: Callable[[engines.Run], Ending]
+) -> Switch:
+    """Compare values of the recorded runs, then time each engine in turn. start: runs the script."""
+    endings = {engine: start(engines.Run(engine)) for engine in engines.ENGINES}
+    exact = dataclasses.replace(options, rtol=0.0, atol=0.0)
+    ours, theirs = endings["fullshard"], endings["torch"]
+    comparison = compare(exact, records, ending=ours, ending_of_whole=theirs)
+    if failed := _failed(comparison):
+        return Switch(options, failed=failed)
+    values, busy = _values(options, comparison), []
+    seconds: dict[str, list[float]] = {engine: [] for engine in engines.ENGINES}
+    nbytes: dict[str, list[int]] = {}
+    for number in range(1, options.rounds + 1):
+        for engine in engines.ENGINES[:: 1 if number % 2 else -1]:
+            busy.append(psutil.cpu_percent(_LOOK_S) / 100)
+            run = engines.Run(engine, number)
+            ending = start(run)
+            ranks = [read_run(run.folder(records, rank)) for rank in range(options.ranks)]
+            there = [each for each in ranks if each is not None]
+            failure = merged(there).failure
+            if failure is not None and failure.is_nothing:
+                note = f"values are compared, times are not: {failure.text}"
+                return Switch(options, values, notes=[note])
+            if failure is not None or len(there) < options.ranks:
+                print((records / "printed").read_text(errors="replace"), end="", file=sys.stderr)
+                why = _said(failure) if failure else ending.message
+                note = f"it failed when {engine} was timed, so nothing is said of time and memory: {why}"
+                return Switch(options, values, failed=why, notes=[note])
+            seconds[engine].append(max(statistics.median(each.seconds) for each in there))
+            nbytes[engine] = [each.peak_nbytes for each in there if each.peak_nbytes]
     costs = Costs(seconds, nbytes)
-    notes = list(_notes(options, values, costs, busy))
-    return Switch(options, values, costs, notes=notes, seconds=time.monotonic() - began)
+    return Switch(options, values, costs, notes=[*_notes(options, values, costs, busy)])
 
 
 @contextlib.contextmanager
@@ -223,17 +224,11 @@ def _failed(comparison: Comparison) -> str:
     if ours is None and comparison.died:
         text = comparison.ending.message or "it ended by itself, without an exception"
         ours = Failure("the script", None, "a rank died", text)
-    if torch is None and ours is None:
-        return ""
-    if torch is None or ours is None:
-        engine, other = (
-            ("fullshard", "PyTorch's engine")
-            if torch is None
-            else ("PyTorch's engine", "fullshard")
-        )
-        failure = torch or ours
-        assert failure is not None
-        return f"failed on {engine}, and ran on {other}: {_said(failure)}"
+    if ours is None:
+        ran = "failed on PyTorch's engine, and ran on fullshard"
+        return f"{ran}: {_said(torch)}" if torch else ""
+    if torch is None:
+        return f"failed on fullshard, and ran on PyTorch's engine: {_said(ours)}"
     if (torch.kind, torch.text) == (ours.kind, ours.text):
         if torch.is_nothing:
             return f"nothing to compare: {torch.text}"
@@ -247,7 +242,7 @@ def _said(failure: Failure) -> str:
     return f"{failure.kind}: {first}{line}"
 
 
-def _values(options: CompareOptions, comparison: Comparison) -> Values:
+def _values(options: engines.CompareOptions, comparison: Comparison) -> Values:
     """Compare losses and gradients of the steps that both have taken."""
     torch, ours = comparison.alone, merged(list(comparison.ranks.values()))
     steps = min(len(torch.bits), len(ours.bits))
@@ -298,7 +293,7 @@ def _relative(one: float, other: float) -> float:
 
 
 def _notes(
-    options: CompareOptions, values: Values, costs: Costs, busy: Sequence[float]
+    options: engines.CompareOptions, values: Values, costs: Costs, busy: Sequence[float]
 ) -> Iterator[str]:
     """Say what weakens the result."""
     if values.steps < options.steps:
@@ -338,25 +333,21 @@ def show(switch: Switch, *, layout: str) -> None:
     for note in switch.notes:
         console.print(f"note: {as_it_is(note)}")
     options = switch.options
-    console.print(
-        as_it_is(
-            f"{options.words}: {counted(options.ranks, 'rank')} ({options.device}), {counted(options.rounds, 'round')}, {switch.seconds:.0f} s"
-        ),
-        style="dim",
-    )
+    ran = f"{counted(options.ranks, 'rank')} ({options.device}), {counted(options.rounds, 'round')}"
+    console.print(as_it_is(f"{options.words}: {ran}, {switch.seconds:.0f} s"), style="dim")
 
 
 def _rows(switch: Switch) -> Iterator[tuple[str, ...]]:
     values, costs = switch.values, switch.costs
     if costs is not None:
-        seconds = (timed(statistics.median(costs.seconds[engine])) for engine in ENGINES)
+        seconds = (timed(statistics.median(costs.seconds[engine])) for engine in engines.ENGINES)
         yield ("time of a step", *seconds, f"{statistics.median(costs.ratios):.2f}{costs.spread}")
         if costs.memory is not None:
-            held = (sized(max(costs.nbytes[engine])) for engine in ENGINES)
+            held = (sized(max(costs.nbytes[engine])) for engine in engines.ENGINES)
             yield ("peak memory, one rank", *held, f"{costs.memory:.2f}")
     if values is not None:
         if all(values.losses.values()):
-            last = (f"{values.losses[engine][-1]:.7g}" for engine in ENGINES)
+            last = (f"{values.losses[engine][-1]:.7g}" for engine in engines.ENGINES)
             how = "same in every bit" if values.same_losses else _amount(values.loss)
             yield (f"loss of step {values.steps}, rank 0", *last, how)
         how = "same in every bit" if values.same_gradients else _amount(values.gradient)

@@ -50,10 +50,5 @@ def mapped(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors in nested tuples, lists and dicts, in order."""
     found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    mapped(note, value)
+    mapped(found.append, value)
     return found

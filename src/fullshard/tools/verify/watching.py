@@ -1,10 +1,11 @@
 """Sees what a program does, process-wide, by hooks on all modules and optimizers, and writes it down."""
 
+import abc
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -31,29 +32,37 @@ class NothingToCompareError(Exception):
     """A script that does not shard, or takes no optimizer step."""
 
 
-class Watching(Protocol):
-    """What sees a program run, until it has seen enough: `EnoughError` ends it then."""
-
-    is_over: bool
-
-    def __init__(self, side: Side, report: Reporter, on_over: Callable[[], object]) -> None: ...
-
-    def watching(self) -> contextlib.AbstractContextManager[None]:
-        """See what runs inside the block."""
-
-    def check(self) -> None:
-        """Raise NothingToCompareError if the program has ended without anything to compare."""
-
-
-class Watch:
-    """One process of one side, while its program runs. Recording is no part of the time that it takes, but that of outputs.
+class Watching(abc.ABC):
+    """What sees a program run, until it has seen enough: `EnoughError` ends it then.
 
     on_over: called after the last step, when all is recorded, before the program is ended.
     """
 
     def __init__(self, side: Side, report: Reporter, on_over: Callable[[], object]) -> None:
-        self._on_over = on_over
-        self._side, self._diary, self._report = side, side.diary, report
+        self._side, self._report, self._on_over = side, report, on_over
+        self.is_over = False
+
+    @abc.abstractmethod
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """See what runs inside the block."""
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raise NothingToCompareError if the program has ended without anything to compare."""
+
+    def _end(self) -> NoReturn:
+        self.is_over = True
+        self._side.wait()  # until all have read what they need of each other
+        self._on_over()
+        raise EnoughError
+
+
+class Watch(Watching):
+    """One process of one side, while its program runs. Recording is no part of the time that it takes, but that of outputs."""
+
+    def __init__(self, side: Side, report: Reporter, on_over: Callable[[], object]) -> None:
+        super().__init__(side, report, on_over)
+        self._diary = side.diary
         self._num_steps = side.options.steps
         self._is_script = bool(side.options.script)
         device = torch.device(side.options.device)
@@ -70,7 +79,6 @@ class Watch:
         self._batch = ""  # the fingerprint that takes the place of those of inputs
         self._tensors: Tensors = {}
         self._in_backward = self._in_step = False
-        self.is_over = False
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -115,7 +123,6 @@ class Watch:
     # Of any
 
     def check(self) -> None:
-        """Raise NothingToCompareError if the script has ended without anything to compare."""
         if not self._side.models.noted:
             raise NothingToCompareError(
                 "the script has sharded nothing: no call of fully_shard, replicate or FullyShardedDataParallel"
@@ -270,10 +277,7 @@ class Watch:
             losses = [part.loss for part in run.parts[-len(self._side.parts) :]]
             self._report.step(self._step, {"loss": f"{sum(losses) / len(losses):.4f}"})
         if self._step == self._num_steps:
-            self.is_over = True
-            self._side.wait()  # until all have read what they need of each other
-            self._on_over()
-            raise EnoughError
+            self._end()
 
     def _end_if_over(self) -> None:
         """End a script that has caught what ends it, and goes on."""
@@ -411,11 +415,13 @@ class Meter:
             self.peak_nbytes = max(peak - self._base, self.peak_nbytes or 0)
 
     def _held(self, field: str, of_device: Callable[[torch.device], int]) -> int | None:
-        """Return a size of this process, from Linux's status, or of the accelerator's memory."""
-        if self._device is not None:
-            return of_device(self._device)
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/self/status").read_text().splitlines():
-                if line.startswith(f"{field}:"):
-                    return int(line.split()[1]) * 1024
-        return None
+        return of_process("status", field) if self._device is None else of_device(self._device)
+
+
+def of_process(file: str, field: str) -> int | None:
+    """Return a size of this process, in bytes, from a file of Linux's /proc/self; None where it does not tell."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self", file).read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) * 1024
+    return None
