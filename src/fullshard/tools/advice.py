@@ -11,24 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from fullshard.plan.trace import Kind
+from fullshard.tools import trace_metrics as metrics
 from fullshard.tools.config import TrainConfig
-from fullshard.tools.run_record import (
-    RunRecord,
-    nanoseconds,
-    nbytes,
-    not_finite,
-)
-from fullshard.tools.trace_metrics import (
-    COLLECTOR_MATTERS,
-    common_steps,
-    exposed_ns,
-    peaks,
-    shares,
-    stalls,
-    starved_ns,
-    step_ns,
-    unit_costs,
-)
+from fullshard.tools.doctor.findings import counted
+from fullshard.tools.run_record import RunRecord, nanoseconds, nbytes, not_finite
 from fullshard.tools.waiting import Straggler, straggler
 
 _MOST = 3  # more are not read
@@ -72,7 +58,7 @@ def _outdated(run: RunRecord) -> list[Advice]:
     """Say that a trace tells nothing of what is to gain, as the run went on with other options."""
     if not run.traces or run.config is None:
         return []
-    steps = common_steps(run.traces)
+    steps = metrics.common_steps(run.traces)
     then = run.config_at(steps[-1]) or run.config
     changed = ", ".join(
         f"--{name.replace('_', '-')} {getattr(run.config, name)} in place of {getattr(then, name)}"
@@ -103,15 +89,18 @@ def _healthy(run: RunRecord) -> str:
     if not run.traces:
         num = len(run.metrics)
         return (
-            f"Loss and speed show nothing unusual in {num} step{'s' if num > 1 else ''}. Where their time goes is not known, "
-            "since none was traced."
+            f"Loss and speed show nothing unusual in {counted(num, 'step')}. Where their time goes is not known, since none "
+            "was traced."
         )
-    parts = {share.kind: share.share for share in shares(run.traces)}
-    work = sum(parts.get(kind, 0.0) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER))
-    exposed = exposed_ns(run.traces) / step_ns(run.traces)
+    total = metrics.step_ns(run.traces)
+    work = metrics.kind_ns(run.traces, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER) / total
+    other, exposed = (
+        metrics.kind_ns(run.traces, Kind.OTHER) / total,
+        metrics.exposed_ns(run.traces) / total,
+    )
     return (
         f"Nothing stands out: {_percent(work)} of a step computes, {_percent(exposed)} is exposed communication, "
-        f"and {_percent(parts.get(Kind.OTHER, 0.0))} lies outside of the model."
+        f"and {_percent(other)} lies outside of the model."
     )
 
 
@@ -119,7 +108,8 @@ def _healthy(run: RunRecord) -> str:
 
 
 def _loss(run: RunRecord) -> Iterator[Advice]:
-    options = _options(run.config, "lr", "warmup")
+    config = run.config
+    options = f" (--lr {config.lr}, --warmup {config.warmup})" if config else ""
     if marks := not_finite(run.metrics):
         step, what = marks[0]
         others = f", and {len(marks) - 1} more since" if len(marks) > 1 else ""
@@ -158,20 +148,20 @@ def _loss(run: RunRecord) -> Iterator[Advice]:
 def _exposed(run: RunRecord) -> Iterator[Advice]:
     if not run.traces:
         return
-    total, exposed, beside = step_ns(run.traces), exposed_ns(run.traces), ""
+    total, exposed, beside = metrics.step_ns(run.traces), metrics.exposed_ns(run.traces), ""
     if late := _straggler(run):  # no batch size would help against that
         exposed -= late.waited_ns * (len(run.traces) - 1) / len(run.traces)
         beside = f" beside the waits for rank {late.rank}"
     if exposed < _EXPOSED * total:
         return
-    costs = unit_costs(run.traces)
+    costs = metrics.unit_costs(run.traces)
     gathers = sum(cost.gather_ns for cost in costs)
     reduces = sum(cost.reduce_ns for cost in costs)
     num_gathers = sum(cost.num_gathers for cost in costs)
     num_reduces = sum(cost.num_reduces for cost in costs)
     num_units = sum(bool(cost.num_gathers) for cost in costs) or 1
     sizes = [unit.unsharded_nbytes for unit in run.traces[0].units]
-    fences = sum(share.ns for share in shares(run.traces) if share.kind is Kind.FENCE)
+    fences = metrics.kind_ns(run.traces, Kind.FENCE)
     if not beside and fences > exposed / 2:
         rule, free = "barriers", fences
         todo = (
@@ -207,12 +197,8 @@ def _exposed(run: RunRecord) -> Iterator[Advice]:
     else:
         rule, free = "batch", exposed / 2
         todo = "A batch of twice the size communicates as much for twice the samples"
-    yield Advice(
-        rule,
-        f"{_percent(exposed / total)} of a step is exposed communication{beside} ({nanoseconds(exposed)}). {todo}.",
-        _gain(free, total),
-        free / total,
-    )
+    said = f"{_percent(exposed / total)} of a step is exposed communication{beside} ({nanoseconds(exposed)}). {todo}."
+    yield _frees(rule, said, free, total)
 
 
 def _larger_batch(config: TrainConfig, exposed: float) -> tuple[str, float]:
@@ -236,20 +222,19 @@ def _larger_batch(config: TrainConfig, exposed: float) -> tuple[str, float]:
 def _straggler(run: RunRecord) -> Straggler | None:
     """Return the rank that holds up the others, if it does so by enough to be more than chance."""
     found = straggler(run.traces) if run.traces else None
-    return found if found and found.net_ns >= _LATE * step_ns(run.traces) else None
+    return found if found and found.net_ns >= _LATE * metrics.step_ns(run.traces) else None
 
 
 def _late(run: RunRecord) -> Iterator[Advice]:
     if (found := _straggler(run)) is None:
         return
-    total = step_ns(run.traces)
     others = "the other rank waits" if len(run.traces) == 2 else "the others wait"
-    yield Advice(
+    yield _frees(
         "late",
         f"Rank {found.rank} arrives late: {others} {nanoseconds(found.waited_ns)} a step for it, most at "
         f"{found.where}. {found.why or 'Look at what else its host does.'}",
-        _gain(found.net_ns, total),
-        found.net_ns / total,
+        found.net_ns,
+        metrics.step_ns(run.traces),
     )
 
 
@@ -257,43 +242,45 @@ def _optimizer(run: RunRecord) -> Iterator[Advice]:
     num_dtensors = max((trace.num_dtensors or 0 for trace in run.traces), default=0)
     if not num_dtensors:
         return
-    total = step_ns(run.traces)
-    ns = next((share.ns for share in shares(run.traces) if share.kind is Kind.OPTIMIZER), 0.0)
+    total = metrics.step_ns(run.traces)
+    ns = metrics.kind_ns(run.traces, Kind.OPTIMIZER)
     if ns >= _OPTIMIZER * total:
-        yield Advice(
+        yield _frees(
             "optimizer",
             f"The optimizer takes {_percent(ns / total)} of a step ({nanoseconds(ns)}) on {num_dtensors} DTensors. "
             "fullshard.step_on_shards(optimizer) steps on plain tensors, with equal results.",
-            _gain(ns, total),
-            ns / total,
+            ns,
+            total,
         )
 
 
 def _host(run: RunRecord) -> Iterator[Advice]:
-    ns, total = (starved_ns(run.traces), step_ns(run.traces)) if run.traces else (0.0, 1.0)
+    ns, total = (
+        (metrics.starved_ns(run.traces), metrics.step_ns(run.traces)) if run.traces else (0.0, 1.0)
+    )
     if ns >= _STARVED * total:
-        yield Advice(
+        yield _frees(
             "host",
             f"The device waits for its host in {_percent(ns / total)} of a step ({nanoseconds(ns)}): Python queues kernels "
             "more slowly than they run. Take a larger batch, apply fully_shard to several layers together, or compile "
             "the layers (torch.compile).",
-            _gain(ns, total),
-            ns / total,
+            ns,
+            total,
         )
 
 
 def _outside(run: RunRecord) -> Iterator[Advice]:
     if run.config is not None or not run.traces:  # of `fullshard train`, nobody can change it
         return
-    total = step_ns(run.traces)
-    ns = next((share.ns for share in shares(run.traces) if share.kind is Kind.OTHER), 0.0)
+    total = metrics.step_ns(run.traces)
+    ns = metrics.kind_ns(run.traces, Kind.OTHER)
     if ns >= _OUTSIDE * total:
-        yield Advice(
+        yield _frees(
             "outside",
             f"{_percent(ns / total)} of a step ({nanoseconds(ns)}) lies outside of the model and the optimizer: reading "
             "batches, the loss, clipping, logging. Read batches ahead (num_workers of a DataLoader), and log less often.",
-            _gain(ns, total),
-            ns / total,
+            ns,
+            total,
         )
 
 
@@ -336,17 +323,17 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def _collector(run: RunRecord) -> Iterator[Advice]:
-    found = stalls(run.traces) if run.traces else []
+    found = metrics.stalls(run.traces) if run.traces else []
     worst = max(found, key=lambda each: each.share, default=None)
-    if worst is None or worst.share < COLLECTOR_MATTERS:
+    if worst is None or worst.share < metrics.COLLECTOR_MATTERS:
         return
-    yield Advice(
+    yield _frees(
         "collector",
         f"The garbage collector takes {100 * worst.share:.1f} % of a step on rank {worst.rank}, and the others wait for "
         "it. Call gc.freeze() after setting up, or gc.disable(), and gc.collect() on all ranks at one step in some "
         "hundreds.",
-        _gain(worst.collector_ns, step_ns(run.traces)),
-        worst.share,
+        worst.collector_ns,
+        metrics.step_ns(run.traces),
     )
 
 
@@ -373,7 +360,7 @@ def _allocator(run: RunRecord) -> Iterator[Advice]:
 def _activations(run: RunRecord) -> Iterator[Advice]:
     if not run.traces or (run.config and run.config.activation_checkpointing):
         return
-    most = max(peaks(run.traces), key=lambda peak: peak.total)
+    most = metrics.highest(run.traces)
     held = dict(zip(run.traces[0].categories, most.nbytes, strict=True))
     saved, num_layers = held.get("saved for backward", 0), len(run.traces[0].units) - 1
     if num_layers < 2 or saved < _SAVED * most.total:
@@ -400,16 +387,11 @@ _RULES: Sequence[Callable[[RunRecord], Iterator[Advice]]] = (
 )
 
 
-def _gain(ns: float, total: float) -> str:
-    return f"up to {nanoseconds(ns)} ({_percent(ns / total)}) of a step"
+def _frees(rule: str, text: str, ns: float, total: float) -> Advice:
+    """Return advice that frees so much of a step at most."""
+    gain = f"up to {nanoseconds(ns)} ({_percent(ns / total)}) of a step"
+    return Advice(rule, text, gain, ns / total)
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
-
-
-def _options(config: TrainConfig | None, *names: str) -> str:
-    """Name options of `fullshard train` with their values: " (--lr 0.002, --warmup 30)"."""
-    if config is None:
-        return ""
-    return f" ({', '.join(f'--{name} {getattr(config, name)}' for name in names)})"

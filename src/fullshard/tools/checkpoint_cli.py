@@ -1,13 +1,4 @@
-"""The `fullshard ckpt` commands. Results go to standard output, the rest to standard error.
-
-fullshard ckpt inspect PATH         what is in a checkpoint
-fullshard ckpt verify PATH          read every byte, compare it with its checksum
-fullshard ckpt diff A B             what two checkpoints differ in
-fullshard ckpt reshard SRC DST      divide anew, as so many ranks would have written it
-fullshard ckpt export SRC DST       as safetensors of Hugging Face, or for torch.distributed.checkpoint
-fullshard ckpt import SRC DST       from these, or a file of torch.save, into our form
-fullshard ckpt prune FOLDER         remove all but the newest checkpoints
-"""
+"""The `fullshard ckpt` commands. Results go to standard output, the rest to standard error."""
 
 import contextlib
 import dataclasses

@@ -1,22 +1,6 @@
 """The `fullshard` command: its commands. Of the tools, what can be typed alone reads the environment.
 
 What a command needs is imported when it runs: torch takes seconds, and `--help` has no use for it.
-
-fullshard train                     start this machine's ranks and train
-torchrun ... -m fullshard train     be one of the ranks that torchrun started
-srun ... fullshard train            be one of the ranks that Slurm started
-fullshard plan MODEL ...            say what training will need and take, before there is a machine
-fullshard launch --print slurm ...  print what starts a run under Slurm, Kubernetes, Ray or SkyPilot
-fullshard run train.py              run an unmodified script on fullshard, or trace it
-fullshard compare train.py          run a script under PyTorch's engine and under fullshard, side by side
-fullshard doctor                    examine this machine, and what ranks can do together
-fullshard verify train.py           compare a script's steps, sharded and not sharded
-fullshard verify M:F                compare a sharded model with one process
-fullshard replay DIR M:F             run a recorded step again, and compare every bit
-fullshard migrate-report M:F        say what an FSDP1 model would be with fully_shard
-fullshard report RUN                write a page on where the time and memory of a run went
-fullshard ckpt ...                  look into checkpoints, check, compare and convert them
-fullshard export RUN --hf DIR       write a run's weights as a folder that Transformers loads
 """
 
 import contextlib
@@ -32,17 +16,7 @@ import typer
 
 from fullshard.errors import CheckpointError
 from fullshard.json_files import json_text
-from fullshard.tools.checking_cli import (
-    COMPARE_EXAMPLES,
-    REPLAY_EXAMPLES,
-    VERIFY_EXAMPLES,
-    ProgramCommand,
-    RunCommand,
-    compare,
-    replay,
-    run,
-    verify,
-)
+from fullshard.tools import checking_cli
 from fullshard.tools.checkpoint_cli import app as checkpoint_app
 from fullshard.tools.cli_options import App, argument, flag, option, refuse
 from fullshard.tools.config import OptionError
@@ -182,10 +156,14 @@ def doctor(
 
 
 _AS_TYPED = {"ignore_unknown_options": True}
-app.command(add_help_option=False, context_settings=_AS_TYPED, cls=RunCommand)(run)
-app.command(epilog=COMPARE_EXAMPLES, cls=ProgramCommand)(compare)
-app.command(epilog=VERIFY_EXAMPLES)(verify)
-app.command(epilog=REPLAY_EXAMPLES)(replay)
+app.command(add_help_option=False, context_settings=_AS_TYPED, cls=checking_cli.RunCommand)(
+    checking_cli.run
+)
+app.command(epilog=checking_cli.COMPARE_EXAMPLES, cls=checking_cli.ProgramCommand)(
+    checking_cli.compare
+)
+app.command(epilog=checking_cli.VERIFY_EXAMPLES)(checking_cli.verify)
+app.command(epilog=checking_cli.REPLAY_EXAMPLES)(checking_cli.replay)
 app.command(epilog=LAUNCH_EXAMPLES)(launch)
 app.command(epilog=PLAN_EXAMPLES)(plan)
 

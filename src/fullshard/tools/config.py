@@ -450,8 +450,9 @@ def read_options(
             wanted, parts = "one value, not a list", [None]
         if not {type(part) for part in parts} <= kinds:
             raise OptionError(f"--config {path}: {key} is {_shown(value)}; give {wanted}.")
-    if path.name == "config.json":
-        found |= _copies(path.parent, found)
+    if path.name == "config.json":  # the originals may be gone, or others by now
+        copies = {"tokenizer": path.with_name("tokenizer"), "model": path.with_name("model.json")}
+        found |= {n: str(copy) for n, copy in copies.items() if found.get(n) and copy.exists()}
     return found
 
 
@@ -461,12 +462,6 @@ def _shown(value: Any) -> str:
         return f"{value!r:.200}"
     except ValueError:
         return "a number that is far too large"
-
-
-def _copies(run: Path, found: Mapping[str, Any]) -> dict[str, str]:
-    """Return the run's own copies of what its options name: the originals may be gone, or others by now."""
-    copies = {"tokenizer": run / "tokenizer", "model": run / "model.json"}
-    return {name: str(copy) for name, copy in copies.items() if found.get(name) and copy.exists()}
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -13,14 +13,9 @@ import torch
 
 import fullshard
 from fullshard.local_ranks import num_cores, num_gpus
-from fullshard.models.blueprints import (
-    Blueprint,
-    ConfiguredBlueprint,
-    ModelConfigError,
-    check_trainable,
-    read_model_config,
-)
+from fullshard.models import blueprints
 from fullshard.models.sizes import SIZES
+from fullshard.tools import weights
 from fullshard.tools.config import (
     DEFAULT_CACHE,
     FINETUNE_EPOCHS,
@@ -38,41 +33,31 @@ from fullshard.tools.text.corpus import NUM_BYTES
 from fullshard.tools.text.opening import Text, open_text
 from fullshard.tools.text.tokenizer import FILE as TOKENIZER
 from fullshard.tools.text.tokenizer import Tokenizer, open_tokenizer
-from fullshard.tools.weights import (
-    blueprint_of,
-    check_initial_weights,
-    fine_tuning,
-    has_weights,
-    is_run,
-    model_config,
-    what_it_begins_with,
-    what_it_is,
-)
 
 _DEFAULT_CPU_RANKS = 2
 
 
 def choose_model(
     config: TrainConfig, tokenizer: Tokenizer | None, *, vocab_size: int | None
-) -> tuple[TrainConfig, Blueprint]:
+) -> tuple[TrainConfig, blueprints.Blueprint]:
     """Return the model of a run that is to begin, and its options with the size of its vocabulary.
 
     vocab_size: what was typed. Raises OptionError for a model that cannot be trained, does not fit the text's
     tokens and sequences, or is not that of --init-from.
     """
-    model: Blueprint
+    model: blueprints.Blueprint
     try:
         if config.model in SIZES:
             size = _vocab_size(vocab_size, tokenizer)
             config = dataclasses.replace(config, vocab_size=size)
-            model = model_config(config)
+            model = weights.model_config(config)
         else:
-            model = ConfiguredBlueprint(read_model_config(Path(config.model)))
+            model = blueprints.ConfiguredBlueprint(blueprints.read_model_config(Path(config.model)))
             size = _vocab_size_of(model, config, vocab_size, tokenizer)
             config = dataclasses.replace(config, vocab_size=size)
         if config.init_from:
-            check_initial_weights(config, model)
-    except ModelConfigError as error:
+            weights.check_initial_weights(config, model)
+    except blueprints.ModelConfigError as error:
         name = config.model_name
         raise OptionError(f"--model {name}: {error}{how_to_get(name)}") from error
     return config, model
@@ -90,13 +75,13 @@ def _vocab_size(wanted: int | None, tokenizer: Tokenizer | None) -> int:
 
 
 def _vocab_size_of(
-    blueprint: ConfiguredBlueprint,
+    blueprint: blueprints.ConfiguredBlueprint,
     config: TrainConfig,
     wanted: int | None,
     tokenizer: Tokenizer | None,
 ) -> int:
     """Return how many kinds of tokens a configuration has, after a look at whether text fits it."""
-    check_trainable(blueprint.fields)
+    blueprints.check_trainable(blueprint.fields)
     has, where = blueprint.vocab_size, f"--model {config.model_name}"
     if wanted not in (None, has):
         raise OptionError(
@@ -125,8 +110,8 @@ def _how_to_give_its_tokenizer(config: TrainConfig) -> str:
     folder, name = Path(config.model), config.model_name
     if not (folder / TOKENIZER).is_file():
         return "Give its --tokenizer."
-    weights = f", or, to begin with its weights, --finetune {name}" if has_weights(folder) else ""
-    return f"Give its own: --tokenizer {name}{weights}."
+    begins = f", or, to begin with its weights, --finetune {name}"
+    return f"Give its own: --tokenizer {name}{begins if weights.has_weights(folder) else ''}."
 
 
 class NothingLeftError(OptionError):
@@ -143,7 +128,7 @@ class Job:
     config: TrainConfig
     folder: RunFolder
     text: Text
-    model: Blueprint
+    model: blueprints.Blueprint
     tokenizer: Tokenizer | None = None
     checkpoint: "fullshard.Checkpoint | None" = None
     epochs: float | None = None
@@ -166,7 +151,7 @@ def new_job(
     cache: the folder where tokens are kept. Raises OptionError for options that cannot work and for a folder
     that is taken.
     """
-    typed = fine_tuning(options)
+    typed = weights.fine_tuning(options)
     epochs = _epochs_of(typed)
     if epochs is None and "finetune" in options and typed.get("tokenizer") and typed.get("data"):
         epochs = FINETUNE_EPOCHS if typed.get("steps") is None else None
@@ -220,7 +205,7 @@ def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CA
     """
     folder = RunFolder(path)
     folder.check_there("--resume ")
-    if not is_run(path):
+    if not weights.is_run(path):
         if folder.config_file.is_file() and folder.checkpoints.is_dir():
             folder.read_config()  # says what is wrong with it
         if folder.is_before_first_step:
@@ -230,7 +215,7 @@ def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CA
             )
         raise OptionError(
             f"--resume {path}: holds no run of `fullshard train`. Name the folder that it printed as its output."
-            f"{what_it_is(path)}"
+            f"{weights.what_it_is(path)}"
         )
     checkpoint = fullshard.latest_checkpoint(folder.checkpoints)
     if checkpoint is None:
@@ -265,8 +250,8 @@ def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CA
             "--data, resume with the Python that started the run."
         )
     try:
-        model = blueprint_of(config, folder)
-    except ModelConfigError as error:
+        model = weights.blueprint_of(config, folder)
+    except blueprints.ModelConfigError as error:
         raise OptionError(f"--resume {path}: {error}") from error
     return Job(config, folder, text, model, tokenizer, checkpoint, epochs)
 
@@ -295,7 +280,7 @@ def restarted_job(
 def what_begins(job: Job) -> str:
     """Say what may surprise of how a run begins or goes on, in a line or two; else ""."""
     if job.checkpoint is None:
-        return what_it_begins_with(job.config, job.tokenizer)
+        return weights.what_it_begins_with(job.config, job.tokenizer)
     new, old = job.config, job.folder.read_config()
     if (new.ranks, new.batch, new.grad_accum) == (old.ranks, old.batch, old.grad_accum):
         return ""

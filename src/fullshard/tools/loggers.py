@@ -70,7 +70,9 @@ class TensorBoard(RunLogger):
     def start(self, run: RunInfo) -> None:
         """Write to ``tensorboard/``; events after ``done`` are hidden by those that follow."""
         self._writer = self._make(str(run.folder / "tensorboard"), purge_step=run.done + 1)
-        self._writer.add_text("config", _as_table(run.config), run.done)
+        rows = [("option", "value"), ("---", "---"), *run.config.items()]
+        table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+        self._writer.add_text("config", table, run.done)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -167,11 +169,6 @@ KNOWN: dict[str, type[RunLogger]] = {
 
 def _text_of(file: Path) -> str:
     return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
-
-
-def _as_table(config: Mapping[str, Any]) -> str:
-    rows = [f"| {name} | {value} |" for name, value in config.items()]
-    return "\n".join(["| option | value |", "| --- | --- |", *rows])
 
 
 def check_loggers(names: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fullshard.plan.trace import Kind, RankTrace
@@ -19,6 +19,8 @@ from fullshard.tools.trace_metrics import (
     clock_error_ns,
     common_steps,
     exposed_ns,
+    highest,
+    kind_ns,
     peaks,
     rows,
     samples_of,
@@ -123,7 +125,7 @@ def recorded(run: RunRecord) -> str:
 def _memory(run: RunRecord) -> Iterator[Figure]:
     tensors = 0
     if run.traces:
-        most = max(peaks(run.traces), key=lambda peak: peak.total)
+        most = highest(run.traces)
         tensors = most.total
         yield Figure(
             "peak_tensor_bytes", "Peak of tensors", tensors, "bytes", nbytes(tensors),
@@ -152,7 +154,7 @@ def parts(run: RunRecord) -> list[Figure]:
     times = [("step", "a recorded step", total, HOW["step"])]
     times.append(("exposed", "exposed communication", exposed, HOW["exposed"]))
     times += [(s.kind.value, s.kind.value, s.ns, HOW["time"]) for s in shares(run.traces)]
-    most = max(peaks(run.traces), key=lambda peak: peak.total)
+    most = highest(run.traces)
     held = [("peak", "peak of tensors", most.total), *zip(
         run.traces[0].categories, run.traces[0].categories, most.nbytes, strict=True
     )]  # fmt: skip
@@ -171,19 +173,17 @@ def parts(run: RunRecord) -> list[Figure]:
 def _losses(run: RunRecord) -> Iterator[Figure]:
     if not run.metrics:
         return
-    losses = _finite(entry["loss"] for entry in run.metrics)[-_LAST_STEPS:]
+    losses = [loss for entry in run.metrics if math.isfinite(loss := entry["loss"])][-_LAST_STEPS:]
     loss = sum(losses) / len(losses) if losses else math.nan
     note, unit = f"nats per {_unit(run)}", f"nats/{_unit(run)}"
-    if entropy := _entropy(run):
+    if entropy := (run.summary or {}).get("unigram_entropy"):
         note += f"; unigram entropy {entropy:.2f}"
     if len(losses) < min(len(run.metrics), _LAST_STEPS):
         note += "; without steps where it is not finite"
     yield Figure("loss", "Loss", loss, unit, f"{loss:.3f}", note, HOW["loss"])
     for entry in [entry for entry in run.metrics if "val_loss" in entry][-1:]:
-        held, step = entry["val_loss"], entry["step"]
-        yield Figure(
-            "val_loss", "Loss held out", held, unit, f"{held:.3f}", f"step {step}", HOW["val"]
-        )
+        held, note = entry["val_loss"], f"step {entry['step']}"
+        yield Figure("val_loss", "Loss held out", held, unit, f"{held:.3f}", note, HOW["val"])
 
 
 def _flops(run: RunRecord) -> Iterator[Figure]:
@@ -191,26 +191,18 @@ def _flops(run: RunRecord) -> Iterator[Figure]:
     per_token = run.facts.get("flops_per_token")
     if not (per_token and run.metrics and run.config):
         return
-    speeds = []  # of a rank
-    for entry in run.metrics[1:] or run.metrics:
-        config = run.config_at(entry["step"]) or run.config
-        speeds.append(entry["tokens_per_second"] / config.ranks)
-    own = per_token * statistics.median(speeds)
+    of_rank = (
+        entry["tokens_per_second"] / (run.config_at(entry["step"]) or run.config).ranks
+        for entry in run.metrics[1:] or run.metrics
+    )
+    own = per_token * statistics.median(of_rank)
     device = run.facts["hardware"]["device"]
     peak = peak_flops(device, run.config.dtype)
     note = "forward and backward"
     if peak is not None:
         note += f"; utilization {100 * own / peak:.1f} % of {peak / 1e12:.0f} TFLOP/s"
-    yield Figure(
-        "flops",
-        "Model FLOP/s, a rank",
-        own,
-        "FLOP/s",
-        scaled(own, {"T": 1e12, "G": 1e9, "M": 1e6}),
-        note,
-        HOW["flops"],
-        "higher",
-    )
+    text = scaled(own, {"T": 1e12, "G": 1e9, "M": 1e6})
+    yield Figure("flops", "Model FLOP/s, a rank", own, "FLOP/s", text, note, HOW["flops"], "higher")
     if peak is not None:
         text = f"{100 * own / peak:.1f} %"
         yield Figure(
@@ -241,13 +233,13 @@ def summary_data(run: RunRecord) -> dict[str, Any]:
         "step_ns": step_ns(run.traces),
         "kinds": _shares(run.traces),
     }
-    for name, listed, found in (
-        ("waits", "units", waits(run.traces)),
-        ("units", "units", unit_costs(run.traces)),
-        ("stalls", "ranks", stalls(run.traces)),
-        ("memory", "peaks", peaks(run.traces)),
+    for name, listed, find in (
+        ("waits", "units", waits),
+        ("units", "units", unit_costs),
+        ("stalls", "ranks", stalls),
+        ("memory", "peaks", peaks),
     ):
-        data[name] = {"how": HOW[name], listed: [each._asdict() for each in found]}
+        data[name] = {"how": HOW[name], listed: [each._asdict() for each in find(run.traces)]}
     data["memory"]["categories"] = list(run.traces[0].categories)
     if run.planned:
         data["planned"] = {"how": HOW["planned"], **beside(run.planned, run.traces)}
@@ -280,7 +272,13 @@ def page_data(run: RunRecord, *, refresh_s: int | None = None) -> dict[str, Any]
         "trace": None,
     }
     if run.traces:
-        data["trace"] = {**trace_data(run.traces), "waits": _waits(run.traces)}
+        data["trace"] = trace_data(run.traces)
+        if len(run.traces) > 1:
+            data["trace"]["waits"] = {
+                "lead": waiting_lead(run.traces),
+                "ranks": [trace.rank for trace in run.traces],
+                "units": [wait._asdict() for wait in waits(run.traces)[:_MOST_WAITS]],
+            }
         data["planned"] = beside(run.planned, run.traces) if run.planned else None
     return data
 
@@ -296,7 +294,7 @@ def trace_data(
         "one_host": clock_error_ns(traces) == 0,
         "step_ns": step_ns(traces),
         "exposed_ns": exposed_ns(traces),
-        "fence_ns": next((s.ns for s in shares(traces) if s.kind is Kind.FENCE), 0.0),
+        "fence_ns": kind_ns(traces, Kind.FENCE),
         "shares": _shares(traces),
         "units": [cost._asdict() for cost in unit_costs(traces)],
         "waits": None,
@@ -310,33 +308,21 @@ def trace_data(
     }
 
 
-def _waits(traces: Sequence[RankTrace]) -> dict[str, Any] | None:
-    if len(traces) < 2:
-        return None
-    found = waits(traces)
-    return {
-        "lead": waiting_lead(traces),
-        "ranks": [trace.rank for trace in traces],
-        "units": [wait._asdict() for wait in found[:_MOST_WAITS]],
-    }
-
-
 def facts(run: RunRecord) -> list[str]:
     """Say in a few words what was run."""
     config, traces = run.config, run.traces
     said = []
     if config is not None:
-        rank_word = "rank" if config.ranks == 1 else "ranks"
         said += [
             f"model {config.model_name}",
-            f"{config.ranks} {config.device} {rank_word}",
+            counted(config.ranks, f"{config.device} rank"),
             config.dtype,
             f"{config.global_batch} x {config.seq} {config.unit}s a step",
         ]
     elif traces:
         said.append(f"{traces[0].num_ranks} ranks on {traces[0].device.split(':')[0]}")
     if run.metrics:
-        said.append(f"{len(run.metrics)} step{'s' if len(run.metrics) > 1 else ''}")
+        said.append(counted(len(run.metrics), "step"))
     if marks := not_finite(run.metrics):
         others = f" and {len(marks) - 1} more" if len(marks) > 1 else ""
         said.append(f"not finite: {marks[0][1]} in step {marks[0][0]}{others}")
@@ -410,7 +396,7 @@ def series(run: RunRecord) -> dict[str, Any] | None:
         "norm_mean": norm and running_mean(norm),
         "lr": _known(run.metrics, "lr"),
         "val": [[entry["step"], entry["val_loss"]] for entry in run.metrics if "val_loss" in entry],
-        "entropy": _entropy(run),
+        "entropy": (run.summary or {}).get("unigram_entropy"),
         "not_finite": not_finite(run.metrics),
         "traced": [steps[0], steps[-1]] if steps else None,
         "cost": _tracing_cost(run.metrics, steps),
@@ -453,10 +439,6 @@ def running_mean(values: Sequence[float], *, weight: float = 0.95) -> list[float
     return means
 
 
-def _finite(values: Iterable[float]) -> list[float]:
-    return [value for value in values if math.isfinite(value)]
-
-
 def _known(metrics: Sequence[dict[str, Any]], name: str) -> list[float] | None:
     """Return a number of every step; None if one lacks it."""
     return [entry[name] for entry in metrics] if all(name in entry for entry in metrics) else None
@@ -488,10 +470,6 @@ def _rank_data(trace: RankTrace) -> dict[str, Any]:
             for step in trace.steps
         ],
     }
-
-
-def _entropy(run: RunRecord) -> float | None:
-    return (run.summary or {}).get("unigram_entropy")
 
 
 def _after_first(metrics: Sequence[dict[str, Any]], key: str) -> list[float]:

@@ -35,16 +35,18 @@ def gather_facts(
     """Return what stays true for a whole run, as JSON takes it."""
     import torch
 
-    name = "" if device.type == "cpu" else _name_of(device)
+    name = ""
+    if device.type != "cpu":
+        name = str(torch.get_device_module(device).get_device_properties(device).name)
+    versions = {
+        "fullshard": VERSION,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    if device.type == "cuda" and torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
     return {
-        "versions": {
-            "fullshard": VERSION,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            **(
-                {"cuda": torch.version.cuda} if device.type == "cuda" and torch.version.cuda else {}
-            ),
-        },
+        "versions": versions,
         "hardware": {
             "host": platform.node(),
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -63,13 +65,6 @@ def peak_flops(device: str, dtype: str) -> float | None:
     if dtype != "bf16":
         return None
     return next((peak for part, peak in _PEAKS if part in device), None)
-
-
-def _name_of(device: "torch.device") -> str:
-    import torch
-
-    properties = torch.get_device_module(device).get_device_properties(device)
-    return str(properties.name)
 
 
 def _processor() -> str:

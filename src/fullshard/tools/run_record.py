@@ -16,14 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 from fullshard.json_files import read_json
-from fullshard.plan.trace import (
-    TEMPORARY,
-    RankTrace,
-    TraceError,
-    read_traces,
-    trace_files,
-    trace_of,
-)
+from fullshard.plan import trace
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.run_folder import Earlier, RunFolder, program
 from fullshard.tools.text.tokenizer import FILE as TOKENIZER
@@ -61,12 +54,12 @@ class RunRecord:
     config: TrainConfig | None
     metrics: list[dict[str, Any]]
     summary: dict[str, Any] | None
-    traces: list[RankTrace]
+    traces: list[trace.RankTrace]
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     earlier: list[Earlier] = dataclasses.field(default_factory=list)
     switch: Switch | None = None
     text: LearntText | None = None
-    planned: list[RankTrace] = dataclasses.field(default_factory=list)
+    planned: list[trace.RankTrace] = dataclasses.field(default_factory=list)
 
     def config_at(self, step: int) -> TrainConfig | None:
         """Return the options that a step was taken with: a resume may have changed them."""
@@ -94,13 +87,13 @@ def read_run(path: Path) -> RunRecord:
     """
     folder = RunFolder(path)
     folder.check_there()
-    traces = read_traces(folder.trace_folder) or read_traces(path)
+    traces = trace.read_traces(folder.trace_folder) or trace.read_traces(path)
     if traces and not common_steps(traces):
-        raise TraceError(
+        raise trace.TraceError(
             f"{path}: its ranks have no step in common, so they cannot be compared. Record again."
         )
     if traces and (step_ns(traces) <= 0 or not peaks(traces)):
-        raise TraceError(
+        raise trace.TraceError(
             f"{path}: its steps have no time, or no memory was looked at. Record again."
         )
     config = folder.read_config() if folder.config_file.exists() else None
@@ -128,7 +121,11 @@ def runs_in(path: Path) -> str:
     """Name the newest runs in a folder, each as what to type, in lines below; "" if it has none."""
 
     def written(run: RunFolder) -> int:
-        files = [run.metrics_file, *trace_files(run.trace_folder), *trace_files(run.path)]
+        files = [
+            run.metrics_file,
+            *trace.trace_files(run.trace_folder),
+            *trace.trace_files(run.path),
+        ]
         return max((file.stat().st_mtime_ns for file in files if file.is_file()), default=0)
 
     runs = sorted(filter(written, map(RunFolder, path.iterdir())), key=written, reverse=True)
@@ -154,7 +151,7 @@ def _read_switch(path: Path) -> Switch | None:
     return switch
 
 
-def _read_plan(path: Path) -> list[RankTrace]:
+def _read_plan(path: Path) -> list[trace.RankTrace]:
     """Return the traces of a plan, none without one. Raises OptionError for a file that is no plan."""
 
     def refuse(why: str) -> OptionError:
@@ -165,8 +162,8 @@ def _read_plan(path: Path) -> list[RankTrace]:
     if not path.exists():
         return []
     plan: _PlanFile = read_json(path, _PlanFile, refuse)
-    traces = [trace_of(fields, refuse) for fields in plan["traces"]]
-    if not traces or any(TEMPORARY not in trace.categories for trace in traces):
+    traces = [trace.trace_of(fields, refuse) for fields in plan["traces"]]
+    if not traces or any(trace.TEMPORARY not in each.categories for each in traces):
         raise refuse("has no planned step")
     return traces
 

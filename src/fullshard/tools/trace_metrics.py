@@ -7,7 +7,6 @@ of a step add up to it.
 import bisect
 import collections
 import dataclasses
-import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -55,15 +54,25 @@ HOW["time"] = (
 def shares(traces: Sequence[RankTrace]) -> list[Share]:
     """Return where a step's time goes, in the order of `Kind`, without what takes none."""
     steps = common_steps(traces)
-    per_rank = [_time_by_kind(trace, steps) for trace in traces]
+    per_rank = []
+    for trace in traces:
+        of_rank = collections.Counter[Kind]()
+        for segment in _in_steps(trace, trace.timeline, steps):
+            of_rank[segment.kind] += segment.end - segment.start
+        per_rank.append(of_rank)
     total = step_ns(traces)
     found = []
     for kind in Kind:
-        figures = [by_kind.get(kind, 0.0) for by_kind in per_rank]
+        figures = [of_rank[kind] / len(steps) for of_rank in per_rank]
         mean = sum(figures) / len(figures)
         if mean:
             found.append(Share(kind, mean, mean / total, min(figures), max(figures)))
     return found
+
+
+def kind_ns(traces: Sequence[RankTrace], *kinds: Kind) -> float:
+    """Return how long a step does something of these kinds."""
+    return sum(share.ns for share in shares(traces) if share.kind in kinds)
 
 
 HOW["step"] = (
@@ -258,6 +267,11 @@ def peaks(traces: Sequence[RankTrace]) -> list[Peak]:
     return found
 
 
+def highest(traces: Sequence[RankTrace]) -> Peak:
+    """Return the peak of the rank that holds most."""
+    return max(peaks(traces), key=lambda peak: peak.total)
+
+
 def samples_of(trace: RankTrace, step: TracedStep) -> list[Sample]:
     """Return a step's samples, beginning with the one in effect when it starts."""
     when = operator.attrgetter("time")
@@ -323,14 +337,6 @@ def rows(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
         else:
             row.append(transfer)
     return found
-
-
-def _time_by_kind(trace: RankTrace, steps: Sequence[int]) -> dict[Kind, float]:
-    inside = sorted(_in_steps(trace, trace.timeline, steps), key=lambda s: s.kind.value)
-    return {
-        kind: _length(segments) / len(steps)
-        for kind, segments in itertools.groupby(inside, key=lambda segment: segment.kind)
-    }
 
 
 def _in_steps(trace: RankTrace, spans: Iterable[_Span], steps: Sequence[int]) -> list[_Span]:

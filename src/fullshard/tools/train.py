@@ -66,7 +66,9 @@ class Trainer:
         self.stop = stop
         self.report = report
         self.rank = dist.get_rank()
-        self.device = _device(config)
+        self.device = torch.device(config.device)
+        if config.device != "cpu":
+            self.device = torch.device(config.device, torch.accelerator.current_device_index())
         for note in self.text.notes():
             report.note(note)
         self._check_alike(job)
@@ -363,12 +365,6 @@ def peak_memory_nbytes(device: torch.device) -> int:
         return int(torch.accelerator.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _device(config: TrainConfig) -> torch.device:
-    if config.device == "cpu":
-        return torch.device("cpu")
-    return torch.device(config.device, torch.accelerator.current_device_index())
 
 
 def build_model(blueprint: Blueprint, config: TrainConfig, device: torch.device) -> LanguageModel:

@@ -151,7 +151,9 @@ def train(
         from fullshard.tools import commands
 
         options |= {"finetune": finetune, "epochs": epochs}
-        sources = {name: _source(context, name) for name in options}
+        found = {name: context.get_parameter_source(name) for name in options}
+        # By name: typer carries click inside from 0.25 on, so its enum has two homes.
+        sources = {name: source.name if source else "" for name, source in found.items()}
         replaced = {
             other
             for name, others in _REPLACES.items()
@@ -179,10 +181,3 @@ def _is_heard() -> bool:
     """Whether this process speaks for the job: the launcher, or rank 0 of those that another one has started."""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     return rank == "0" and _LAUNCHER_PID not in os.environ
-
-
-def _source(context: typer.Context, name: str) -> str:
-    """Say where an option's value is from: COMMANDLINE, DEFAULT_MAP (--config), or elsewhere."""
-    source = context.get_parameter_source(name)
-    # By name: typer carries click inside from 0.25 on, so its enum has two homes.
-    return source.name if source else ""

@@ -15,21 +15,14 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from fullshard.plan.trace import NO_UNIT, Kind, RankTrace, Segment
+from fullshard.tools import trace_metrics as metrics
 from fullshard.tools.run_record import nanoseconds
-from fullshard.tools.trace_metrics import (
-    GATHER_KINDS,
-    HOW,
-    REDUCE_KINDS,
-    aligned,
-    clock_error_ns,
-    common_steps,
-)
 
-_FAMILY = {Kind.ALL_GATHER: GATHER_KINDS, Kind.REDUCE_SCATTER: REDUCE_KINDS}
+_FAMILY = {Kind.ALL_GATHER: metrics.GATHER_KINDS, Kind.REDUCE_SCATTER: metrics.REDUCE_KINDS}
 _OWN_WORK = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.OTHER)
 _start = operator.attrgetter("start")
 
-HOW["waits"] = (
+metrics.HOW["waits"] = (
     "Each time that ranks meet, in a unit's all-gather or reduce-scatter or at a barrier, one of them begins it last. "
     "What counts is how long others stand still in it before that moment; computing meanwhile does not count, nor "
     "does what is less than the clocks' error. Sums of a step, mean over recorded steps."
@@ -97,7 +90,7 @@ _OUTSIDE = {
 def waits(traces: Sequence[RankTrace]) -> list[Wait]:
     """Return where ranks wait, the longest wait first; nothing of a single rank."""
     found = []
-    num_steps, num_others = len(common_steps(traces)), len(traces) - 1
+    num_steps, num_others = len(metrics.common_steps(traces)), len(traces) - 1
     for name, waited in _tables(traces).items():
         late = _late(waited)
         if late:
@@ -115,7 +108,7 @@ def straggler(traces: Sequence[RankTrace]) -> Straggler | None:
     if not late:
         return None
     index = max(late, key=late.__getitem__)
-    num_others, num_steps = len(traces) - 1, len(common_steps(traces))
+    num_others, num_steps = len(traces) - 1, len(metrics.common_steps(traces))
     waited = late[index] / num_others / num_steps
     of_others = (late.total() - late[index]) / num_others**2 / num_steps
     place = max(tables, key=lambda name: _late(tables[name])[index])
@@ -144,7 +137,7 @@ def waiting_lead(traces: Sequence[RankTrace]) -> str:
 
 def _most_extra(traces: Sequence[RankTrace], index: int) -> tuple[tuple[Kind, int], float]:
     """Return the kind and unit of the work in which a rank takes most longer than the others."""
-    steps = common_steps(traces)
+    steps = metrics.common_steps(traces)
     of_ranks = []
     for trace in traces:
         work = collections.Counter[tuple[Kind, int]]()
@@ -178,9 +171,9 @@ def _tables(traces: Sequence[RankTrace]) -> dict[str, _Table]:
     """Return who waits for whom in all recorded steps, by the name of a place."""
     if len(traces) < 2:
         return {}
-    error, together = clock_error_ns(traces), aligned(traces)
+    error, together = metrics.clock_error_ns(traces), metrics.aligned(traces)
     tables = collections.defaultdict[str, _Table](_Table)
-    for number in common_steps(traces):
+    for number in metrics.common_steps(traces):
         places = collections.defaultdict[tuple[object, ...], dict[int, list[_Visit]]](dict)
         for index, trace in enumerate(together):
             for place, found in _visits(trace, number).items():

@@ -13,12 +13,7 @@ from torch import nn
 import fullshard
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.json_files import read_json
-from fullshard.models.blueprints import (
-    Blueprint,
-    ConfiguredBlueprint,
-    ModelConfigError,
-    read_model_config,
-)
+from fullshard.models import blueprints
 from fullshard.models.sizes import SIZES, LlamaConfig
 from fullshard.tools.config import OptionError, TrainConfig, as_size_or_path, how_to_get
 from fullshard.tools.run_folder import RunFolder
@@ -38,10 +33,10 @@ def model_config(config: TrainConfig) -> LlamaConfig:
     )
 
 
-def blueprint_of(config: TrainConfig, folder: RunFolder) -> Blueprint:
+def blueprint_of(config: TrainConfig, folder: RunFolder) -> blueprints.Blueprint:
     """Return what a run's model is built from; raises ModelConfigError if what it has kept cannot be read."""
     if folder.model_file.is_file():  # one of Transformers
-        return ConfiguredBlueprint(read_model_config(folder.model_file))
+        return blueprints.ConfiguredBlueprint(blueprints.read_model_config(folder.model_file))
     return model_config(config)
 
 
@@ -145,8 +140,8 @@ def fine_tuning(options: Mapping[str, Any]) -> dict[str, Any]:
                 f"folder. Leave out {option}, or name all three: --model, --init-from, --tokenizer."
             )
     try:
-        vocab_size = read_model_config(path).get("vocab_size")
-    except ModelConfigError as error:
+        vocab_size = blueprints.read_model_config(path).get("vocab_size")
+    except blueprints.ModelConfigError as error:
         raise OptionError(f"{where}: {error}") from error
     if has_tokenizer:
         given["tokenizer"] = folder
@@ -217,7 +212,7 @@ def _other_tokenizer(config: TrainConfig, tokenizer: Tokenizer | None) -> str:
     return f"warning: --tokenizer {config.tokenizer} may not be that of {source}, whose weights then mean other tokens: {why}"
 
 
-def check_initial_weights(config: TrainConfig, blueprint: Blueprint) -> None:
+def check_initial_weights(config: TrainConfig, blueprint: blueprints.Blueprint) -> None:
     """Raise OptionError if there is nothing in the folder of --init-from, or it is another model."""
     path = Path(config.init_from)
     where = f"--init-from {path}"
@@ -248,7 +243,7 @@ def check_initial_weights(config: TrainConfig, blueprint: Blueprint) -> None:
         _check_tensors(config, blueprint, path)
 
 
-def _check_tensors(config: TrainConfig, blueprint: Blueprint, path: Path) -> None:
+def _check_tensors(config: TrainConfig, blueprint: blueprints.Blueprint, path: Path) -> None:
     """Raise OptionError if headers of safetensors are damaged, or say that their tensors are not the model's."""
     from fullshard.models.built import (
         misfits,

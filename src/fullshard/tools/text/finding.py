@@ -16,26 +16,8 @@ from pathlib import Path
 
 from fullshard.tools.config import how_to_get
 from fullshard.tools.run_folder import RunFolder
+from fullshard.tools.text import documents
 from fullshard.tools.text.cache import CorpusError
-from fullshard.tools.text.documents import (
-    BINARY_NBYTES,
-    DEFAULT_FIELD,
-    SAVED_NAMES,
-    TABLES,
-    Source,
-    Table,
-    TextFile,
-    beside_saved,
-    csv_rows,
-    first_line,
-    has_csv_column,
-    is_binary,
-    is_compressed,
-    is_saved_dataset,
-    json_reader,
-    saved_rows,
-    saved_splits,
-)
 
 _NUM_NAMED = 3
 _NOT_OURS = frozenset(("site-packages", "dist-packages", "__pycache__"))
@@ -79,7 +61,7 @@ class Skipped:
     beside_data: list[str] = dataclasses.field(default_factory=list)
     of_other_splits: list[str] = dataclasses.field(default_factory=list)
 
-    def without(self, held: Sequence[Source]) -> "Skipped":
+    def without(self, held: Sequence[documents.Source]) -> "Skipped":
         """Return the same without text that is held out, which has a use."""
         names = {str(source.path) for source in held}
         others = [name for name in self.of_other_splits if name not in names]
@@ -99,7 +81,7 @@ class Skipped:
 
 def find_sources(
     data: Sequence[str], use: Use, *, text_field: str, cache: Path, skipped: Skipped
-) -> list[Source]:
+) -> list[documents.Source]:
     """Open the text of files and folders, in the given order.
 
     text_field: where rows have their text; "" for none that was given, which is `text`. Folders give their files
@@ -107,47 +89,58 @@ def find_sources(
     CorpusError for a path that does not exist, a binary file that is named itself, and a data set without
     the split that is wanted.
     """
-    found: list[Source] = []
+    found: list[documents.Source] = []
     for name in data:
         path = Path(name)
-        if path.is_dir() and is_saved_dataset(path):
-            splits = saved_splits(path)
+        if path.is_dir() and documents.is_saved_dataset(path):
+            splits = documents.saved_splits(path)
             taken = _chosen(splits, use, path)
-            skipped.beside_data += map(str, beside_saved(path))
+            skipped.beside_data += map(str, documents.beside_saved(path))
             skipped.of_other_splits += [
                 str(folder) for split, folder in splits.items() if split != taken
             ]
-            found.append(Table(splits[taken], text_field or DEFAULT_FIELD, cache, saved_rows))
+            found.append(
+                documents.Table(
+                    splits[taken],
+                    text_field or documents.DEFAULT_FIELD,
+                    cache,
+                    documents.saved_rows,
+                )
+            )
             continue
         found += _files_of(path, use, skipped, functools.partial(_opened, text_field, cache))
     return found
 
 
-def _opened(field: str, cache: Path, path: Path, *, is_named: bool = False) -> Source:
+def _opened(field: str, cache: Path, path: Path, *, is_named: bool = False) -> documents.Source:
     """Open a file by its name and, where it is called .json or a field is given, by what it holds.
 
     With a field that is given (not ""), tables are read by it, whatever their names, or refused when they are
     read. Without one, CSV and JSON that have no `text` are plain text, unless they are named and have rows.
     """
-    is_given, field = bool(field), field or DEFAULT_FIELD
+    is_given, field = bool(field), field or documents.DEFAULT_FIELD
     kind = path.suffix.lower()
-    if kind in TABLES:
-        return Table(path, field, cache, TABLES[kind])
+    if kind in documents.TABLES:
+        return documents.Table(path, field, cache, documents.TABLES[kind])
     if kind in (".csv", ".tsv"):
-        is_table = is_given or is_named or has_csv_column(path, field)
-        return Table(path, field, cache, csv_rows) if is_table else TextFile(path)
+        is_table = is_given or is_named or documents.has_csv_column(path, field)
+        return (
+            documents.Table(path, field, cache, documents.csv_rows)
+            if is_table
+            else documents.TextFile(path)
+        )
     if kind != ".json" and not is_given:
-        return TextFile(path)
-    texts = json_reader(path, field, is_given=is_given, is_named=is_named)
+        return documents.TextFile(path)
+    texts = documents.json_reader(path, field, is_given=is_given, is_named=is_named)
     if texts is None and kind != ".json":
         _check_no_table(path, field)
-    return Table(path, field, cache, texts) if texts else TextFile(path)
+    return documents.Table(path, field, cache, texts) if texts else documents.TextFile(path)
 
 
 def _check_no_table(path: Path, field: str) -> None:
     """Raise CorpusError for a file whose first line names the column, though its name says nothing of a table."""
     for delimiter in ",\t":
-        cells = [cell.strip('" ') for cell in first_line(path).split(delimiter)]
+        cells = [cell.strip('" ') for cell in documents.first_line(path).split(delimiter)]
         if len(cells) > 1 and field in cells:
             raise CorpusError(
                 f"{path}: its first line has {field!r} as the header of a table has. Rename it to .csv, or to .tsv "
@@ -155,7 +148,7 @@ def _check_no_table(path: Path, field: str) -> None:
             )
 
 
-def check_apart(sources: Sequence[Source], held: Sequence[Source]) -> None:
+def check_apart(sources: Sequence[documents.Source], held: Sequence[documents.Source]) -> None:
     """Raise CorpusError for a file that is to be trained on and held out."""
     training = {source.path.resolve() for source in sources if held}  # of thousands it takes time
     for source in held:
@@ -166,24 +159,24 @@ def check_apart(sources: Sequence[Source], held: Sequence[Source]) -> None:
             )
 
 
-def python_library() -> list[Source]:
+def python_library() -> list[documents.Source]:
     """Open the source files of Python's own library, without what is installed beside it."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = _in_order(_python_files(root), root)
     # Some are in other encodings, to test those.
-    return [TextFile(path, replace=True) for path in paths]
+    return [documents.TextFile(path, replace=True) for path in paths]
 
 
 def _files_of(
-    path: Path, use: Use, skipped: Skipped, opened: Callable[..., Source]
-) -> list[Source]:
+    path: Path, use: Use, skipped: Skipped, opened: Callable[..., documents.Source]
+) -> list[documents.Source]:
     if path.is_file():
-        if is_compressed(path):
+        if documents.is_compressed(path):
             raise CorpusError(f"{use.option} {path}: is compressed. Unpack it first.")
-        if is_binary(path):
+        if documents.is_binary(path):
             raise CorpusError(
                 f"{use.option} {path}: is not text (a zero byte comes within its first "
-                f"{BINARY_NBYTES}), and a folder's files of that kind are skipped. Give text in "
+                f"{documents.BINARY_NBYTES}), and a folder's files of that kind are skipped. Give text in "
                 "UTF-8, which has none."
             )
         return [opened(path, is_named=True)]
@@ -218,13 +211,13 @@ def _readable(path: Path, use: Use, skipped: Skipped) -> list[Path]:
             skipped.hidden.append(str(file))
         elif not runs.isdisjoint(file.parents):
             skipped.of_earlier_runs.append(str(file))
-        elif is_compressed(file):
+        elif documents.is_compressed(file):
             skipped.compressed.append(str(file))
-        elif is_binary(file):
+        elif documents.is_binary(file):
             skipped.binary.append(str(file))
         else:
             found.append(file)
-        if file.name in SAVED_NAMES and is_saved_dataset(file.parent):
+        if file.name in documents.SAVED_NAMES and documents.is_saved_dataset(file.parent):
             raise CorpusError(
                 f"{use.option} {path}: holds a data set in {file.parent}. Name that folder, and others beside it."
             )
@@ -232,13 +225,13 @@ def _readable(path: Path, use: Use, skipped: Skipped) -> list[Path]:
 
 
 def _of_data_set(
-    found: Mapping[Path, Source], path: Path, use: Use, skipped: Skipped
+    found: Mapping[Path, documents.Source], path: Path, use: Use, skipped: Skipped
 ) -> list[Path]:
     """Return the files of one split, or all if the folder is no data set."""
     splits: dict[str, list[Path]] = {}
     others = []
     for file, source in found.items():
-        if not isinstance(source, TextFile):
+        if not isinstance(source, documents.TextFile):
             splits.setdefault(split_of(file.relative_to(path)), []).append(file)
         else:
             others.append(file)

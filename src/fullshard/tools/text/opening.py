@@ -5,27 +5,15 @@ from pathlib import Path
 
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.progress import Copying
+from fullshard.tools.text import finding, packed
 from fullshard.tools.text.cache import CorpusError
 from fullshard.tools.text.corpus import ByteText
 from fullshard.tools.text.documents import DEFAULT_FIELD, TABLES, Source, Table, TextFile
-from fullshard.tools.text.finding import (
-    HELD_OUT,
-    TRAINING,
-    Skipped,
-    check_apart,
-    find_sources,
-    python_library,
-)
-from fullshard.tools.text.packed import (
-    PackedText,
-    Sequences,
-    check_length,
-    where_held_out,
-)
+from fullshard.tools.text.finding import python_library
 from fullshard.tools.text.tokenizer import Tokenizer
 from fullshard.tools.text.tokens import Tokens, tokenized
 
-Text = ByteText | PackedText
+Text = ByteText | packed.PackedText
 """Text to train on and text held out, for one run. Steps and sequences count from zero."""
 
 
@@ -35,17 +23,17 @@ def open_text(config: TrainConfig, tokenizer: Tokenizer | None, *, cache: Path) 
     cache: the folder where tokens, and bytes of tables, are kept. Raises CorpusError for text that is not
     there, cannot be read, or is too short.
     """
-    skipped, field = Skipped(), config.text_field
+    skipped, field = finding.Skipped(), config.text_field
     if config.data:
-        sources = find_sources(
-            config.data, TRAINING, text_field=field, cache=cache, skipped=skipped
+        sources = finding.find_sources(
+            config.data, finding.TRAINING, text_field=field, cache=cache, skipped=skipped
         )
     else:
         sources = python_library()
-    others = find_sources(
-        config.val_data, HELD_OUT, text_field=field, cache=cache, skipped=Skipped()
+    others = finding.find_sources(
+        config.val_data, finding.HELD_OUT, text_field=field, cache=cache, skipped=finding.Skipped()
     )
-    check_apart(sources, others)
+    finding.check_apart(sources, others)
     skipped = skipped.without(others)
     if tokenizer is not None:
         return _packed(sources, others, config, tokenizer, skipped, cache)
@@ -53,7 +41,7 @@ def open_text(config: TrainConfig, tokenizer: Tokenizer | None, *, cache: Path) 
 
 
 def _bytes(
-    sources: list[Source], others: list[Source], config: TrainConfig, skipped: Skipped
+    sources: list[Source], others: list[Source], config: TrainConfig, skipped: finding.Skipped
 ) -> ByteText:
     """Put text one behind the other: what is trained on, and behind it what is held out, or else its own end."""
     seq, fraction = config.seq, config.val_fraction
@@ -89,25 +77,25 @@ def _packed(
     others: list[Source],
     config: TrainConfig,
     tokenizer: Tokenizer,
-    skipped: Skipped,
+    skipped: finding.Skipped,
     cache: Path,
-) -> PackedText:
+) -> packed.PackedText:
     def tokens_of(sources: list[Source]) -> Tokens:
         with Copying("tokenizing") as bar:
             return tokenized(
                 sources, tokenizer, text_field=config.text_field, cache=cache, progress=bar.update
             )
 
-    def sequences(tokens: Tokens, first: int, last: int, *, what: str) -> Sequences:
-        found = Sequences(tokens, first, last, config.seq)
-        check_length(found, what=what)
+    def sequences(tokens: Tokens, first: int, last: int, *, what: str) -> packed.Sequences:
+        found = packed.Sequences(tokens, first, last, config.seq)
+        packed.check_length(found, what=what)
         return found
 
     fraction, tokens, held = config.val_fraction, tokens_of(sources), None
     num_tokens = len(tokens)
     what = ", ".join(config.data) or "Python's standard library"
     if fraction:
-        num_tokens, total = where_held_out(tokens, fraction), num_tokens
+        num_tokens, total = packed.where_held_out(tokens, fraction), num_tokens
         option = f"--val-fraction {fraction}"
         what += f", less {option},"
         held = sequences(tokens, num_tokens, total, what=f"{option}: what is held out")
@@ -118,10 +106,10 @@ def _packed(
     training = sequences(tokens, 0, num_tokens, what=f"--data: {what}{left_out}")
     paths = [source.path for source in sources]
     remarks = _remarks([*sources, *others], skipped, config)
-    return PackedText(tokenizer, paths, training, held, config, remarks)
+    return packed.PackedText(tokenizer, paths, training, held, config, remarks)
 
 
-def _remarks(sources: Sequence[Source], skipped: Skipped, config: TrainConfig) -> list[str]:
+def _remarks(sources: Sequence[Source], skipped: finding.Skipped, config: TrainConfig) -> list[str]:
     """Say which tables might be taken for plain text, which plain text for tables, and what is left out."""
     column = f"{config.text_field or DEFAULT_FIELD!r} (--text-field)"
     tables, plain = [], []
