@@ -103,10 +103,10 @@ def verify(
     Losses, outputs of every module, gradients, parameters, buffers; the first module that differs; causes
     that it knows, with what to do. Memory and time are with recording on: compare measures without.
     """
-    from fullshard.tools import commands
+    from fullshard.tools.verify.running import run_verify
 
     given = {"model": model, "arguments": tuple(arguments or ()), **options}
-    code = commands.verify(
+    code = run_verify(
         given, os.environ, sys.argv[2:], keep=keep, is_whole=is_whole, as_json=as_json
     )
     raise typer.Exit(code)

@@ -1,8 +1,4 @@
-"""`fullshard train` and `fullshard verify`, once it is known what was typed.
-
-Each returns its exit code, after it has said on standard error what went wrong. The environment is
-given, not read.
-"""
+"""`fullshard train`, once it is known what was typed. The environment is given, not read."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -39,7 +35,7 @@ class Typed(NamedTuple):
 
 
 def train(typed: Typed, environment: Mapping[str, str], *, as_json: bool) -> Exit:
-    """Start this machine's ranks, or be one of those that torchrun or srun has started."""
+    """Start this machine's ranks, or be one of those that torchrun or srun has started; say on standard error what went wrong."""
     place = None
     try:
         place = place_in(environment)
@@ -67,43 +63,6 @@ def train(typed: Typed, environment: Mapping[str, str], *, as_json: bool) -> Exi
 
     threads = threads_for(place.num_local_ranks, environment)
     return run_worker(job, place, threads=threads, as_json=as_json)
-
-
-def verify(
-    given: Mapping[str, Any],
-    environment: Mapping[str, str],
-    words: Sequence[str],
-    *,
-    keep: Path | None,
-    is_whole: bool,
-    as_json: bool,
-) -> Exit:
-    """Compare a sharded model or script with a whole one, or be one of the ranks that this has started.
-
-    given: fields of `VerifyOptions`. keep: a folder for the records; the ranks are always given one.
-    is_whole: of a rank that runs a script, whether nothing is to be sharded.
-    """
-    from fullshard.tools.verify.options import VerifyOptions
-
-    place = None
-    try:
-        place = place_in(environment)
-        options = VerifyOptions(**given)
-        if place is not None and (place.launcher_pid is None or keep is None):
-            raise OptionError(f"verify starts its ranks itself. Run it without {place.started_by}.")
-        check_local_ranks(options.device, options.ranks)
-        threads = threads_for(options.ranks, environment)
-        if place is not None and keep is not None:
-            from fullshard.tools.verify.rank import run_rank  # the engine, as above
-            from fullshard.tools.verify.sides import side_of
-
-            side = side_of(options, keep, place.rank, is_whole=is_whole)
-            run_rank(side, place, threads=threads)
-        from fullshard.tools.verify.running import verify as verify_all
-
-        return verify_all(options, words, keep, threads=threads, as_json=as_json)
-    except OptionError as error:
-        return _refuse(error, quiet=place is not None and place.rank != 0, command="verify")
 
 
 def _job(typed: Typed, place: Place | None) -> Job:
@@ -176,9 +135,9 @@ def _finish(ending: Ending, job: Job) -> Exit:
     return code
 
 
-def _refuse(error: OptionError, *, quiet: bool, command: str = "train") -> Exit:
+def _refuse(error: OptionError, *, quiet: bool) -> Exit:
     if not quiet:
-        refuse(command, error)
+        refuse("train", error)
     return Exit.USAGE
 
 

@@ -7,31 +7,64 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from fullshard.local_ranks import threads_for
+from fullshard.tools.cli_options import refuse
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
-from fullshard.tools.launch import Ending, launch
+from fullshard.tools.job import check_local_ranks
+from fullshard.tools.launch import Ending, launch, place_in
 from fullshard.tools.progress import Reporting
 from fullshard.tools.verify.comparing import WELL, compare
 from fullshard.tools.verify.options import VerifyOptions
 from fullshard.tools.verify.printing import show
-from fullshard.tools.verify.rank import run_side, supervised
+from fullshard.tools.verify.rank import run_rank, run_side, supervised
 from fullshard.tools.verify.record import rank_folder, read_run
 from fullshard.tools.verify.sides import side_of
 
 
-def verify(
+def run_verify(
+    given: Mapping[str, Any],
+    environment: Mapping[str, str],
+    words: Sequence[str],
+    *,
+    keep: Path | None,
+    is_whole: bool,
+    as_json: bool,
+) -> Exit:
+    """Compare a sharded model or script with a whole one, or be one of the ranks that this has started.
+
+    given: fields of `VerifyOptions`. words: what was typed, for the ranks to read again. keep: a folder for the records; the
+    ranks are always given one. is_whole: of a rank that runs a script, whether nothing is to be sharded.
+    """
+    place = None
+    try:
+        place = place_in(environment)
+        options = VerifyOptions(**given)
+        if place is not None and (place.launcher_pid is None or keep is None):
+            raise OptionError(f"verify starts its ranks itself. Run it without {place.started_by}.")
+        check_local_ranks(options.device, options.ranks)
+        # Of each process, so that both sides add up in the same order where they can.
+        threads = threads_for(options.ranks, environment)
+        if place is None or keep is None:
+            return _verify(options, words, keep, threads=threads, as_json=as_json)
+        side = side_of(options, keep, place.rank, is_whole=is_whole)
+    except OptionError as error:
+        if place is None or place.rank == 0:
+            refuse("verify", error)
+        return Exit.USAGE
+    return run_rank(side, place, threads=threads)
+
+
+def _verify(
     options: VerifyOptions, words: Sequence[str], keep: Path | None, *, threads: int, as_json: bool
 ) -> Exit:
-    """Run a script sharded, then whole; or train in this process, then on ranks. Print the report.
-
-    words: what was typed, for the ranks to read again. keep: where records stay, if they are to.
-    threads: of each process, so that both sides add up in the same order where they can. Raises OptionError.
-    """
+    """Run a script sharded, then whole; or train in this process, then on ranks. Print the report. Raises OptionError."""
     began = time.monotonic()
 
     def start(*words_before: str) -> Ending:
