@@ -90,9 +90,7 @@ def offered(typed: Sequence[str], begun: str) -> list[tuple[str, str]]:
     """
     _, arguments = split_program([*typed, begun], _WITH_VALUE)
     found: list[tuple[str, str]] = []
-    actions: list[argparse.Action] = []
-    _parser("", actions)
-    for action in () if arguments else actions:
+    for action in () if arguments else _parser("")._actions:
         if typed and typed[-1] in _WITH_VALUE:
             values = action.choices or () if typed[-1] in action.option_strings else ()
         else:
@@ -102,29 +100,18 @@ def offered(typed: Sequence[str], begun: str) -> list[tuple[str, str]]:
     return found
 
 
-class _Help(argparse.HelpFormatter):
-    """Help whose examples keep their lines."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if "\n" in text else super()._fill_text(text, width, indent)
-
-
-def _parser(prog: str, added: list[argparse.Action] | None = None) -> argparse.ArgumentParser:
-    """Return what reads the words before the script. added: gets its options and arguments."""
+def _parser(prog: str) -> argparse.ArgumentParser:
+    """Return what reads the words before the script."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Run an unmodified script on fullshard: what it imports from torch.distributed.fsdp is then fullshard's.",
+        description="Run an unmodified script on fullshard: what it imports\nfrom torch.distributed.fsdp is then fullshard's.",
         epilog=_EXAMPLES,
-        formatter_class=_Help,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         usage=f"{prog} [OPTIONS] (SCRIPT | -m MODULE) [ARGS]",
     )
 
-    def add(*names: str, **how: Any) -> None:
-        action = parser.add_argument(*names, **how)
-        if added is not None:
-            added.append(action)
-
+    add = parser.add_argument
     add("script", nargs="?", help="a path; what follows is the script's own", metavar="SCRIPT")
     add("-m", dest="module", help="a module, in place of a script", metavar="MODULE")
     add(
