@@ -228,17 +228,21 @@ class Trainer:
         is_due = is_last or (config.val_every and done % config.val_every == 0)
         if not config.holds_out or not is_due:
             return None
-        total, num_sequences = torch.zeros((), device=self.device), self.text.num_held_out
+        total, num_targets = torch.zeros((), device=self.device), 0
+        num_sequences = self.text.num_held_out
         # All ranks run as many forwards: where sequences do not suffice, the last ones count nothing.
         for first in range(0, num_sequences, config.ranks * config.batch):
             own = first + self.rank * config.batch
+            batch = self.text.held_out(range(own, own + config.batch))
             with evaluating(self.model):
-                losses = self._losses(self.text.held_out(range(own, own + config.batch)))
+                losses = self._losses(batch)
             count = min(config.batch, max(0, num_sequences - own))
             total += losses[:count].sum()
-        total = total.double()
-        dist.all_reduce(total)
-        return total.item() / max(1, self.text.num_held_out_targets())
+            num_targets += int((batch.targets[:count] != IGNORED).sum())
+        sums = torch.tensor([total.item(), num_targets], dtype=torch.float64, device=self.device)
+        dist.all_reduce(sums)
+        loss_sum, num_targets = sums.tolist()
+        return loss_sum / max(1.0, num_targets)
 
     def _losses(self, batch: Batch) -> Tensor:
         """Return each token's loss, (sequences, tokens); 0 where none is predicted."""

@@ -98,7 +98,6 @@ def test_held_out_text_is_the_same_every_time_and_never_trained_on(words: Words)
     assert held.inputs.tolist()[0] == text.encode("a b a b a")
     assert held.inputs.tolist()[1] == text.encode("b a b a b")
     assert held.inputs[1:].unique(dim=0).shape[0] == 1  # beyond the last it is the last
-    assert text.num_held_out_targets() == 10
     for step in range(20):
         assert (text.batch(step, range(4)).inputs != 2).all(), "the end of the first is not reached"
 
@@ -111,7 +110,7 @@ def test_all_of_a_short_text_is_measured_once(words: Words) -> None:
     assert len(whole) == 19
     held = text.held_out(range(text.num_held_out))
     assert held.inputs.flatten().tolist() == whole[:15]
-    assert text.num_held_out_targets() == (held.targets != IGNORED).sum() == 13
+    assert (held.targets != IGNORED).sum() == 13
 
 
 def test_other_text_can_be_held_out(words: Words) -> None:

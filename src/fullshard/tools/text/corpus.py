@@ -182,9 +182,6 @@ class ByteText:
         """How many sequences are held out and measured."""
         return self.config.val_sequences if self.val_nbytes else 0
 
-    def num_held_out_targets(self) -> int:
-        return self.config.val_sequences * self.config.seq
-
     def epochs(self, steps: int) -> float | None:
         """Return how often the text has been seen after so many steps; None, as windows are drawn at random."""
         return None

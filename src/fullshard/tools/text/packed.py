@@ -158,27 +158,22 @@ class PackedText:
         return self._batch(self.training.tokens, [self.start(step, index) for index in indices])
 
     def num_targets(self, step: int) -> int:
-        starts = [self.start(step, index) for index in range(self.config.global_batch)]
-        return self._num_targets(self.training.tokens, starts)
-
-    def _start_held_out(self, index: int) -> int:
-        """Return where a sequence that is measured begins: they are spread evenly over those held out."""
-        assert self.held is not None
-        index = min(index, self.num_held_out - 1)
-        return self.held.start(index * self.held.num // self.num_held_out)
+        seq, num_sequences = self.config.seq, self.config.global_batch
+        if self.config.across_documents:
+            return num_sequences * seq
+        starts = (self.start(step, index) for index in range(num_sequences))
+        return sum(num_targets(self.training.tokens.ends, start, seq) for start in starts)
 
     def held_out(self, indices: range) -> Batch:
+        """Return sequences that are spread evenly over those held out; beyond the end comes the last one."""
         assert self.held is not None
-        return self._batch(self.held.tokens, [self._start_held_out(index) for index in indices])
+        number, last = self.num_held_out, self.num_held_out - 1
+        places = (min(index, last) * self.held.num // number for index in indices)
+        return self._batch(self.held.tokens, [*map(self.held.start, places)])
 
     @property
     def num_held_out(self) -> int:
         return min(self.config.val_sequences, self.held.num) if self.held else 0
-
-    def num_held_out_targets(self) -> int:
-        assert self.held is not None
-        starts = [self._start_held_out(index) for index in range(self.num_held_out)]
-        return self._num_targets(self.held.tokens, starts)
 
     def epochs(self, steps: int) -> float:
         """Return how often the text has been seen after so many steps."""
@@ -193,12 +188,6 @@ class PackedText:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens)
-
-    def _num_targets(self, tokens: Tokens, starts: Sequence[int]) -> int:
-        seq = self.config.seq
-        if self.config.across_documents:
-            return len(starts) * seq
-        return sum(num_targets(tokens.ends, start, seq) for start in starts)
 
     def _batch(self, tokens: Tokens, starts: Sequence[int]) -> Batch:
         seq = self.config.seq
