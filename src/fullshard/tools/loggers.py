@@ -1,7 +1,7 @@
 """Where the numbers of `fullshard train` go while it runs: `--log tensorboard`, or a class of one's own.
 
 Subclass `RunLogger`, and name it: `--log my_package.logs:MyLogger`. The packages of those that are here are imported
-when they are made. All go on with the same run of theirs when a run is resumed: what they need for it is in the run's
+when a run starts. All go on with the same run of theirs when a run is resumed: what they need for it is in the run's
 folder. Where they send things, and as whom, is their own environment's matter (WANDB_MODE, MLFLOW_TRACKING_URI, ...).
 """
 
@@ -61,15 +61,12 @@ class RunLogger:
 class TensorBoard(RunLogger):
     """Event files in the run's folder: ``tensorboard --logdir runs``."""
 
-    def __init__(self) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._make = SummaryWriter
-        self._writer: Any = None
-
     def start(self, run: RunInfo) -> None:
         """Write to ``tensorboard/``; events after ``done`` are hidden by those that follow."""
-        self._writer = self._make(str(run.folder / "tensorboard"), purge_step=run.done + 1)
+        from torch.utils.tensorboard import SummaryWriter
+
+        make: Any = SummaryWriter
+        self._writer = make(str(run.folder / "tensorboard"), purge_step=run.done + 1)
         rows = [("option", "value"), ("---", "---"), *run.config.items()]
         table = "\n".join(f"| {name} | {value} |" for name, value in rows)
         self._writer.add_text("config", table, run.done)
@@ -87,17 +84,13 @@ class TensorBoard(RunLogger):
 class WeightsAndBiases(RunLogger):
     """A run of wandb's, in the project ``fullshard`` unless WANDB_PROJECT says otherwise."""
 
-    def __init__(self) -> None:
+    def start(self, run: RunInfo) -> None:
         import wandb
 
-        self._wandb = wandb
-        self._run: Any = None
-
-    def start(self, run: RunInfo) -> None:
-        settings = self._wandb.setup().settings
+        settings = wandb.setup().settings
         file = run.folder / "wandb_run_id"
         identity = _text_of(file) or secrets.token_hex(4)
-        self._run = self._wandb.init(
+        self._run = wandb.init(
             project=settings.project or _PROJECT,
             name=run.name,
             id=identity,
@@ -118,20 +111,18 @@ class WeightsAndBiases(RunLogger):
 class MLflow(RunLogger):
     """A run of MLflow's, in the experiment ``fullshard`` unless MLFLOW_EXPERIMENT_NAME says otherwise."""
 
-    def __init__(self) -> None:
+    def start(self, run: RunInfo) -> None:
         import mlflow
 
         self._mlflow = mlflow
-
-    def start(self, run: RunInfo) -> None:
         file = run.folder / "mlflow_run_id"
-        if not self._mlflow.environment_variables.MLFLOW_EXPERIMENT_NAME.get():
-            self._mlflow.set_experiment(_PROJECT)
+        if not mlflow.environment_variables.MLFLOW_EXPERIMENT_NAME.get():
+            mlflow.set_experiment(_PROJECT)
         identity = _text_of(file) or None
-        begun = self._mlflow.start_run(run_id=identity, run_name=run.name)
+        begun = mlflow.start_run(run_id=identity, run_name=run.name)
         file.write_text(f"{begun.info.run_id}\n", encoding="utf-8")
         if identity is None:  # parameters may be set once
-            self._mlflow.log_params(dict(run.config))
+            mlflow.log_params(dict(run.config))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(values), step=step)
@@ -144,13 +135,11 @@ class MLflow(RunLogger):
 class Trackio(RunLogger):
     """A run of Trackio's, in the project ``fullshard``: ``trackio show``."""
 
-    def __init__(self) -> None:
+    def start(self, run: RunInfo) -> None:
         import trackio
 
         self._trackio = trackio
-
-    def start(self, run: RunInfo) -> None:
-        self._trackio.init(project=_PROJECT, name=run.name, config=dict(run.config), resume="allow")
+        trackio.init(project=_PROJECT, name=run.name, config=dict(run.config), resume="allow")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._trackio.log(dict(values), step=step)
