@@ -83,8 +83,15 @@ def _nested(timeline: Sequence[Segment]) -> Iterator[Segment]:
     A timeline has the innermost alone, so a unit's span is from its first segment to its last, as long as
     forward follows forward: root, a, root, b is root around a and b.
     """
-    for phase, together in itertools.groupby(timeline, key=_Phases()):
-        segments = [each for each in together if not each.kind.is_communication]
+    kinds = itertools.accumulate(
+        (segment.kind for segment in timeline),
+        lambda phase, kind: phase if kind.is_communication else kind,
+        initial=Kind.OTHER,
+    )
+    next(kinds)  # communication belongs to the phase that it interrupts
+    of_phases = zip(kinds, timeline, strict=True)
+    for phase, together in itertools.groupby(of_phases, key=operator.itemgetter(0)):
+        segments = [each for _, each in together if not each.kind.is_communication]
         if phase not in _PHASES:
             yield from segments
             continue
@@ -104,18 +111,6 @@ def _nested(timeline: Sequence[Segment]) -> Iterator[Segment]:
 
 
 _PHASES = (Kind.FORWARD, Kind.BACKWARD)
-
-
-class _Phases:
-    """Says of segments in order to which phase they belong; communication belongs to the one that it interrupts."""
-
-    def __init__(self) -> None:
-        self._phase = Kind.OTHER
-
-    def __call__(self, segment: Segment) -> Kind:
-        if not segment.kind.is_communication:
-            self._phase = segment.kind
-        return self._phase
 
 
 def _waits_for(transfer: Transfer, timeline: Sequence[Segment]) -> Iterator[Segment]:
