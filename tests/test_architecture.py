@@ -346,7 +346,7 @@ _MOST_LINES = {
     "plan": 4400,
     "planning": 7000,
     "state": 3270,
-    "tools": 18100,
+    "tools": 18000,
     "top": 2200,
     "watch": 1515,
 }
