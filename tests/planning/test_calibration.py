@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fullshard.plan.step import StepSettings
@@ -28,8 +29,9 @@ from fullshard.planning.calibration import (
 )
 from fullshard.planning.costs import CostError
 from fullshard.planning.estimate import estimate_step
-from fullshard.planning.stopwatch import kernel_seconds, time_passes
 from fullshard.planning.traced import Example, TraceOptions, trace_workload
+from fullshard.tools.calibrate import Model, Questions, measure
+from tests.harness import on_ranks, rank
 
 pytestmark = pytest.mark.ours("not part of the API")
 
@@ -162,16 +164,21 @@ def test_a_damaged_file_is_refused_by_its_name(
         read_machine(path)
 
 
-def test_passes_meet_every_kernel_of_the_workload(workload: Workload) -> None:
-    times = time_passes(
-        _Net(),
-        _EXAMPLE,
-        units=_UNITS,
-        options=TraceOptions(has_values=True, reuses_equal=False),
-        seconds=0.0,
-        meet=lambda value: value,
-    )
-    found = kernel_seconds(times)
-    planned = {w.work for w in _figures(workload).kernels}
-    assert found.keys() == planned
-    assert all(seconds > 0 for seconds in found.values())
+class _Uneven(_Net):
+    """Runs one kernel more on rank 1, as autograd does that finds a gradient in use and copies it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y.cos() if rank() else y
+
+
+@on_ranks(2)
+def test_all_ranks_have_the_kernels_that_each_of_them_has_run() -> None:
+    workload = trace_workload(_Net(), _EXAMPLE, units=_UNITS)
+    model = Model(_Uneven, _EXAMPLE, _UNITS, TraceOptions(), workload)
+    kernels = measure(Questions((), (), (), model, seconds=0.0)).kernels
+    everyones: list[object] = [None, None]
+    dist.all_gather_object(everyones, kernels)
+    assert everyones == [kernels, kernels]
+    assert {each.work for each in kernels} == {each.work for each in _figures(workload).kernels}
+    assert all(each.seconds > 0 for each in kernels)

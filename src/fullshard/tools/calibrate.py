@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard.local_ranks import num_cores
-from fullshard.plan.workload import Workload
+from fullshard.plan.workload import Work, Workload
 from fullshard.planning.calibration import (
     SCHEMA,
     EngineFigures,
@@ -183,9 +183,15 @@ def _kernels(model: Model, seconds: float) -> tuple[list[KernelTime], float]:
         seconds=seconds,
         meet=_most,
     )
-    found = kernel_seconds(times)
-    works = sorted(found, key=repr)  # in the same order on all ranks
-    means = dict(zip(works, _mean([found[work] for work in works]), strict=True))
+    everyones: list[dict[Work, float]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyones, kernel_seconds(times))
+    # What all ranks have run: autograd copies a gradient that anything else refers to at that moment, and a thread that
+    # looks at this one's frames does.
+    means = {
+        work: statistics.fmean(own[work] for own in everyones)
+        for work in everyones[0]
+        if all(work in own for own in everyones)
+    }
     computing, num = 0.0, 0
     for event in model.workload.events:
         if (number := getattr(event, "stretch", None)) is not None:
