@@ -1,7 +1,7 @@
 """What `bench.planned` plans and runs: small models on ranks of this machine, and the same as workloads.
 
 Transformer, convolutions, mixture of experts with dense routing, and LoRA, with the settings that change what a
-rank holds and does. A `Home` is one of them; `planned_home` plans it, `HomeTraining` runs it.
+rank holds and does. A `Home` is one of them; `workload_of` and `settings_of` are what is planned, `HomeTraining` runs it.
 """
 
 from __future__ import annotations
@@ -295,10 +295,6 @@ class HomeTraining:
             self.run(1)
         report = fullshard.memory_report(self.model, self.optimizer)
         return self._tensors.peak_nbytes + report.shared_nbytes
-
-
-def build_home(rank: Rank, *, home: Home) -> HomeTraining:
-    return HomeTraining(rank, home)
 
 
 _SHORT = BatchSize(2, 64)

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ from fullshard.planning.calibration import (
     read_machine,
 )
 from fullshard.planning.setup import OPTIMIZERS, trained_dtype
-from fullshard.planning.stopwatch import kernel_seconds, time_passes, typical
+from fullshard.planning.stopwatch import time_passes, typical
 from fullshard.planning.traced import Example, TraceOptions
 from fullshard.tools.config import OptionError
 from fullshard.tools.plan_options import PlanOptions
@@ -59,8 +59,8 @@ _OPTIMIZER_NUMELS = (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
 _OPTIMIZER_TOTAL = 6 << 20  # elements that one step goes over, so that no cache holds them
 _NUM_STEPS, _NUM_WARM_UP = 8, 3
 _NUM_UNITS = 6
+_NUM_TRIALS = 4 + 2 * len(_UNIT_NUMELS)  # that `_engine` makes
 _LOOK_S = 0.2  # between two looks whether ranks have ended
-_T = TypeVar("_T")
 Tell = Callable[[int, int, str], None]  # how many parts of how many are done, and which one begins
 
 
@@ -193,15 +193,15 @@ def measure(
     """
     stored = trained_dtype(model.workload)
     computes = model.options.precision.param_dtype or stored
-    done = itertools.count()
+    total, done = 1 + _NUM_TRIALS + len(optimizers) * len(_OPTIMIZER_NUMELS), itertools.count()
 
     def say(what: str) -> None:
-        tell(next(done), 1 + trial.num + len(optimizers) * len(_OPTIMIZER_NUMELS), what)
+        tell(next(done), total, what)
 
+    say("kernels")
+    kernels, kernel_s = measure_kernels(model, seconds)
     with _communicating(comm):
         trial = _Trial(computes, stored, say)
-        say("kernels")
-        kernels, kernel_s = measure_kernels(model, seconds)
         engine = _engine(trial)
     steps = {optimizer_key(name, stored): _optimizer(name, stored, say) for name in optimizers}
     say("all")
@@ -247,6 +247,17 @@ def _mean(value: float) -> float:
     return float(_gathered([value]).mean())
 
 
+def _step_times(step: Callable[[], object], clock: Callable[[], float]) -> list[float]:
+    """Return what steps take on this rank, each of which all ranks begin together."""
+    times = []
+    for _ in range(_NUM_WARM_UP + _NUM_STEPS):
+        _most(0)
+        start = clock()
+        step()
+        times.append(clock() - start)
+    return times[_NUM_WARM_UP:]
+
+
 # The model's kernels
 
 
@@ -261,7 +272,7 @@ def measure_kernels(model: Model, seconds: float) -> tuple[list[KernelTime], flo
         meet=_most,
     )
     everyones: list[dict[Work, float]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyones, kernel_seconds(times))
+    dist.all_gather_object(everyones, times.kernels)
     # What all ranks have run: autograd copies a gradient that anything else refers to at that moment, and a thread that
     # looks at this one's frames does.
     means = {
@@ -276,7 +287,7 @@ def measure_kernels(model: Model, seconds: float) -> tuple[list[KernelTime], flo
             for work in (*stretch.forward, *stretch.recomputed, *stretch.backward):
                 computing += work.count * means.get(work._replace(count=1), 0.0)
                 num += work.count
-    pass_s = _mean(statistics.fmean(typical(times.passes, times.passes)))
+    pass_s = _mean(times.pass_s)
     # A stopwatch takes time as well. Where that is more than what the host takes, kernels share it.
     share = min(1.0, pass_s / computing)
     turns = _turns()
@@ -349,7 +360,7 @@ def _engine(trial: "_Trial") -> EngineFigures:
         fence_s=fixed_s / 3,  # before and after forward, and after backward
         unit_s=max(0.0, one_s - param_s) / 2,
         param_s=param_s / 2,
-        contention=trial.contention() if trial.way.overlaps else 0.0,
+        contention=trial.contention(),
     )
 
 
@@ -374,8 +385,7 @@ class _Sizes(NamedTuple):
 class _Trial:
     """Steps of models of equal units. Where ranks copy bytes themselves, in seconds of their processor.
 
-    computes, stored: dtypes of a unit's whole parameters, and of their shards. num: of measurements that `_engine` makes,
-    each of which is said.
+    computes, stored: dtypes of a unit's whole parameters, and of their shards.
     """
 
     def __init__(
@@ -386,7 +396,6 @@ class _Trial:
         chosen = fullshard.describe(self._sharded(_Sizes(1, 1, 1))).units[0].communication
         self.way = GLOO if chosen.startswith("process group") else PEER_MEMORY
         self._clock = time.perf_counter if self.way.overlaps else time.thread_time
-        self.num = 3 + 2 * len(_UNIT_NUMELS) + self.way.overlaps
 
     def added_s(self, sizes: _Sizes, *, reshards: bool = True) -> float:
         """Return what a step takes more because the model is sharded."""
@@ -397,6 +406,8 @@ class _Trial:
     def contention(self) -> float:
         """Return how much of the time of collectives is lost by computing beside them: 1 where nothing is hidden."""
         self._say(self.way.name)
+        if not self.way.overlaps:
+            return 0.0
         idle, busy = _Sizes(1 << 20, 2, _NUM_UNITS), _Sizes(1 << 20, 2, _NUM_UNITS, 8)
         plain_s = self._step_s(self._plain(idle))
         moving_s = self._step_s(self._sharded(idle)) - plain_s
@@ -422,26 +433,16 @@ class _Trial:
         return model
 
     def _step_s(self, model: nn.Module) -> float:
-        times = []
-        for _ in range(_NUM_WARM_UP + _NUM_STEPS):
-            _most(0)
-            start = self._clock()
-            _run(model)
-            times.append(self._clock() - start)
-        means = _gathered(times[_NUM_WARM_UP:]).mean(0).tolist()
-        return statistics.fmean(_quickest(means, means))
+        # Whatever disturbs makes a step longer.
+        times = _step_times(lambda: _run(model), self._clock)
+        quickest = sorted(_gathered(times).mean(0).tolist())
+        return statistics.fmean(quickest[: max(1, len(quickest) // 4)])
 
 
 def _run(model: nn.Module) -> None:
     model(torch.zeros(_WIDTH, _WIDTH, device="cpu", requires_grad=True)).sum().backward()
     for parameter in model.parameters():
         parameter.grad = None
-
-
-def _quickest(values: Sequence[_T], keys: Sequence[float]) -> list[_T]:
-    """Return the quarter of some values with the smallest keys: whatever disturbs makes a step longer."""
-    order = sorted(range(len(values)), key=keys.__getitem__)
-    return [values[number] for number in order[: max(1, len(order) // 4)]]
 
 
 # Optimizers
@@ -459,12 +460,7 @@ def _optimizer(name: str, dtype: torch.dtype, say: Callable[[str], None]) -> tup
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         optimizer = make_optimizer(name, parameters)
-        times = []
-        for _ in range(_NUM_WARM_UP + _NUM_STEPS):
-            _most(0)
-            start = time.thread_time()
-            optimizer.step()
-            times.append(time.thread_time() - start)
-        step_s = _mean(statistics.fmean(typical(times[_NUM_WARM_UP:], times[_NUM_WARM_UP:])))
+        times = _step_times(optimizer.step, time.thread_time)
+        step_s = _mean(statistics.fmean(typical(times)))
         points.append(Point(numel, step_s * _turns() / num))
     return tuple(points)
