@@ -208,8 +208,8 @@ def units_of(home: Home) -> list[str]:
     return [f"blocks.{number}" for number in range(home.num_layers)]
 
 
-def options_of(home: Home, **options: Any) -> TraceOptions:
-    return TraceOptions(home.policy, loss=_itself, **options)
+def options_of(home: Home) -> TraceOptions:
+    return TraceOptions(home.policy, loss=_itself)
 
 
 def _itself(loss: Tensor) -> Tensor:

@@ -363,6 +363,8 @@ def test_what_was_measured_here_is_planned_with(tmp_path: Path) -> None:
     ("words", "what"),
     [
         (("--calibrate", *ON_8), "--calibrate"),
+        (("--calibrate", "--out", "figures"), ".json"),
+        (("--calibrate", "--out", "/proc/no/figures.json"), "folder"),
         (("--gpu", "this", "--ranks", "977"), "--ranks 977"),
         ((*ON_8, "--comm", "process_group"), "NCCL"),
         (("--gpu", "this", "--comm", "shouting"), "process_group"),

@@ -122,7 +122,6 @@ class MachineFigures:
 
     def write(self, path: Path) -> None:
         """Write it to a file, which appears when it is complete."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".part")
         partial.write_text(json_text(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
         partial.replace(path)

@@ -13,7 +13,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -114,11 +114,10 @@ def time_passes(
         for work, took in each.items():
             found[work] += took
     kernels = {work: statistics.fmean(took) for work, took in found.items()}
-    return PassTimes(kernels, statistics.fmean(typical(passes[_NUM_WARM_UP:])))
+    return PassTimes(kernels, statistics.fmean(typical(passes[_NUM_WARM_UP:], float)))
 
 
-def typical(values: Sequence[T], key: Callable[[T], float] | None = None) -> list[T]:
-    """Return the half of some values in the middle of their order."""
+def typical(values: Sequence[T], key: Callable[[T], float]) -> list[T]:
+    """Return the half of some values whose keys are in the middle."""
     quarter = len(values) // 4
-    in_order: Any = sorted(values, key=cast(Any, key))
-    return list(in_order[quarter : len(values) - quarter])
+    return sorted(values, key=key)[quarter : len(values) - quarter]

@@ -79,7 +79,7 @@ def calibrate(options: PlanOptions, out: Path | None) -> Path:
     """Measure ranks of this machine, with the model and the settings that options name; return the file of figures.
 
     out: the file; None for that of this machine. What it has of other models stays. Raises OptionError for options
-    of another machine, and what planning raises.
+    of another machine and a file that cannot be, and what planning raises.
     """
     for name in ("gpu", "hosts", "per_host", "flops", "memory_bandwidth", "link", "network"):
         if typed := getattr(options, name):
@@ -90,6 +90,14 @@ def calibrate(options: PlanOptions, out: Path | None) -> Path:
         _, options = run_to_plan(options)
     ranks = options.ranks or 2
     path = out or machine_file(ranks)
+    if path.suffix != ".json":
+        raise OptionError(f"--out {path}: give a name that ends in .json, by which --gpu knows it.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(
+            f"--out {path}: its folder cannot be made ({error.strerror}). Name another."
+        ) from error
     known = read_machine(path, ranks) if path.exists() else None
     with Reporting(rank=0) as report, _hearing(report) as told:
         report.note("starting ranks ...")
@@ -461,6 +469,6 @@ def _optimizer(name: str, dtype: torch.dtype, say: Callable[[str], None]) -> tup
             parameter.grad = torch.ones_like(parameter)
         optimizer = make_optimizer(name, parameters)
         times = _step_times(optimizer.step, time.thread_time)
-        step_s = _mean(statistics.fmean(typical(times)))
+        step_s = _mean(statistics.fmean(typical(times, float)))
         points.append(Point(numel, step_s * _turns() / num))
     return tuple(points)
