@@ -1,7 +1,7 @@
 """What `bench.planned` plans and runs: small models on ranks of this machine, and the same as workloads.
 
 Transformer, convolutions, mixture of experts with dense routing, and LoRA, with the settings that change what a
-rank holds and does. A `Home` is one of them; `planned_home` plans it, `HomeTraining` runs it.
+rank holds and does. A `Home` is one of them; `workload_of` and `settings_of` are what is planned, `HomeTraining` runs it.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ def units_of(home: Home) -> list[str]:
     return [f"blocks.{number}" for number in range(home.num_layers)]
 
 
-def options_of(home: Home, **options: Any) -> TraceOptions:
-    return TraceOptions(home.policy, loss=_itself, **options)
+def options_of(home: Home) -> TraceOptions:
+    return TraceOptions(home.policy, loss=_itself)
 
 
 def _itself(loss: Tensor) -> Tensor:
@@ -295,10 +295,6 @@ class HomeTraining:
             self.run(1)
         report = fullshard.memory_report(self.model, self.optimizer)
         return self._tensors.peak_nbytes + report.shared_nbytes
-
-
-def build_home(rank: Rank, *, home: Home) -> HomeTraining:
-    return HomeTraining(rank, home)
 
 
 _SHORT = BatchSize(2, 64)

@@ -25,14 +25,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from fullshard.local_ranks import num_cores
 from fullshard.plan.simulator import follow_memory
 from fullshard.plan.step import plan_step
+from fullshard.plan.workload import Workload
 from fullshard.planning.calibration import CalibratedCosts, MachineFigures, machine_of
 from fullshard.planning.estimate import Estimate, estimate_step
-from fullshard.tools.calibrate import Model, Questions, measure
+from fullshard.planning.setup import trained_dtype
+from fullshard.tools.calibrate import Model, measure
 
 from .home import (
     HOMES,
@@ -76,14 +76,12 @@ class PlannedHome:
         self._training: HomeTraining | None = None
 
     def measure(self, seconds: float) -> MachineFigures:
-        questions = Questions(
-            (_way(self._home),),
-            (_dtype(self._home),),
-            (_optimizer(self._home),),
+        return measure(
             self._model,
-            seconds,
+            comm=self._home.comm,
+            optimizers=(_optimizer(self._home),),
+            seconds=seconds,
         )
-        return measure(questions)
 
     def peak_nbytes(self) -> int:
         """Begin to train, and return the most bytes of a step."""
@@ -109,14 +107,6 @@ def _delay_s() -> float:
 
 def build_planned(rank: Rank, *, home: Home) -> PlannedHome:
     return PlannedHome(rank, home)
-
-
-def _way(home: Home) -> str:
-    return "peer memory" if home.comm == "peer_memory" else "gloo"
-
-
-def _dtype(home: Home) -> torch.dtype:
-    return torch.bfloat16 if home.bf16 else torch.float32
 
 
 def _optimizer(home: Home) -> str:
@@ -170,7 +160,7 @@ def run(home: Home, *, num_rounds: int, num_steps: int, seconds: float) -> Resul
         result = Result(home.name, planned, peak)
         for _ in range(num_rounds):
             figures = group.call("measure", seconds, timeout_seconds=900).values[0]
-            estimate = estimate_step(workload, settings, _costs(figures, home))
+            estimate = estimate_step(workload, settings, _costs(figures, home, workload))
             ranks = group.call("train", num_steps, timeout_seconds=900).values
             typical = _typical(ranks)
             turns = max(1.0, home.num_ranks / num_cores())
@@ -182,11 +172,12 @@ def run(home: Home, *, num_rounds: int, num_steps: int, seconds: float) -> Resul
     return result
 
 
-def _costs(figures: MachineFigures, home: Home) -> CalibratedCosts:
+def _costs(figures: MachineFigures, home: Home, workload: Workload) -> CalibratedCosts:
+    stored = trained_dtype(workload)
     return CalibratedCosts(
         machine_of(figures, 0.0),
-        way=_way(home),
-        dtype=str(_dtype(home)).removeprefix("torch."),
+        way=settings_of(home).sharding.way.name,
+        dtypes=(home.policy.param_dtype or stored, stored),
         optimizer=_optimizer(home),
         shard_size=home.num_ranks,
     )

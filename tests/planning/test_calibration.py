@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fullshard.plan.step import StepSettings
 from fullshard.plan.unit_plan import Sharding
-from fullshard.plan.ways import PEER_MEMORY
+from fullshard.plan.ways import GLOO, PEER_MEMORY
 from fullshard.plan.workload import Work, WorkKind, Workload
 from fullshard.planning.calibration import (
     SCHEMA,
@@ -23,13 +25,16 @@ from fullshard.planning.calibration import (
     MachineFigures,
     Point,
     at_size,
+    engine_key,
     machine_of,
+    optimizer_key,
     read_machine,
 )
 from fullshard.planning.costs import CostError
 from fullshard.planning.estimate import estimate_step
-from fullshard.planning.stopwatch import kernel_seconds, time_passes
 from fullshard.planning.traced import Example, TraceOptions, trace_workload
+from fullshard.tools.calibrate import Model, measure_kernels
+from tests.harness import on_ranks, rank
 
 pytestmark = pytest.mark.ours("not part of the API")
 
@@ -46,6 +51,7 @@ class _Net(nn.Module):
 
 
 _EXAMPLE = Example((torch.ones(4, 8),))
+_ENGINE = engine_key(PEER_MEMORY.name, torch.float32, torch.float32)
 _UNITS = [f"layers.{number}" for number in range(3)]
 
 
@@ -68,14 +74,15 @@ def _figures(workload: Workload, **changes: object) -> MachineFigures:
     figures = MachineFigures(
         *(SCHEMA, "here", "cpu", "2.13", "2026-01-01T00:00:00+00:00", 2, 1, 0.0),
         kernels=tuple(kernels),
-        engine={"peer memory float32": EngineFigures(free, free, 0.0, 0.0, 0.0)},
-        optimizers={"adamw": free},
+        engine={_ENGINE: EngineFigures(free, free, 0.0, 0.0, 0.0)},
+        optimizers={optimizer_key("adamw", torch.float32): free},
     )
     return dataclasses.replace(figures, **changes)
 
 
-def _costs(figures: MachineFigures, **changes: str) -> CalibratedCosts:
-    options = {"way": "peer memory", "dtype": "float32", "optimizer": "adamw"} | changes
+def _costs(figures: MachineFigures, **changes: Any) -> CalibratedCosts:
+    same = torch.float32, torch.float32
+    options = {"way": PEER_MEMORY.name, "dtypes": same, "optimizer": "adamw"} | changes
     return CalibratedCosts(machine_of(figures, 1e9), shard_size=2, **options)
 
 
@@ -107,7 +114,7 @@ def test_the_engine_takes_time_for_units_and_bytes(workload: Workload) -> None:
     def added(**figures: object) -> float:
         free = (Point(0, 0.0), Point(1, 0.0))
         engine = dataclasses.replace(EngineFigures(free, free, 0.0, 0.0, 0.0), **figures)
-        changed = _figures(workload, engine={"peer memory float32": engine})
+        changed = _figures(workload, engine={_ENGINE: engine})
         return _step_s(workload, changed) - base
 
     # Three units with two parameters each, in forward and in backward; the root has nothing to compute or to gather.
@@ -138,18 +145,38 @@ def test_kernels_of_other_sizes_are_like_those_of_the_same_operator(workload: Wo
         costs.work_seconds(Work(WorkKind.ATTENTION, 1.0, 1.0))
 
 
-@pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"way": "gloo"}, {"optimizer": "sgd"}])
-def test_what_was_not_measured_is_refused(workload: Workload, changes: dict[str, str]) -> None:
-    with pytest.raises(CostError, match=next(iter(changes.values()))):
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"dtypes": (torch.bfloat16, torch.float32)}, "bfloat16 of float32"),
+        ({"dtypes": (torch.float32, torch.bfloat16)}, "float32 of bfloat16"),
+        ({"way": "gloo"}, "gloo"),
+        ({"optimizer": "sgd"}, "sgd"),
+    ],
+)
+def test_what_was_not_measured_is_refused(
+    workload: Workload, changes: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(CostError, match=what):
         _costs(_figures(workload), **changes)
 
 
 def test_a_file_holds_all_of_it(workload: Workload, tmp_path: Path) -> None:
     figures = _figures(workload)
-    figures.write(tmp_path / "folder" / "machine.json")
-    assert read_machine(tmp_path / "folder" / "machine.json") == figures
+    figures.write(tmp_path / "machine.json")
+    assert read_machine(tmp_path / "machine.json", 2) == figures
     assert figures.merged(_figures(workload, kernels=())) == figures
-    assert _figures(workload, kernels=()).merged(figures).kernels == figures.kernels
+    fewer = _figures(workload, kernels=())
+    assert fewer.merged(figures).kernels == figures.kernels
+    assert fewer.merged(dataclasses.replace(figures, ranks=4)) == fewer
+
+
+def test_ways_to_communicate_are_told_apart(workload: Workload) -> None:
+    gloo = engine_key(GLOO.name, torch.float32, torch.float32)
+    engine = _figures(workload).engine
+    figures = _figures(workload, engine=engine | {gloo: engine[_ENGINE]})
+    assert figures.has_way(GLOO.name)
+    assert [*figures.with_way(GLOO.name).engine] == [gloo]
 
 
 @pytest.mark.parametrize("change", [{"schema": "other/1"}, {"kernel_s": -1.0}, {"ranks": "two"}])
@@ -158,20 +185,25 @@ def test_a_damaged_file_is_refused_by_its_name(
 ) -> None:
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(dataclasses.asdict(_figures(workload)) | change))
-    with pytest.raises(CalibrationError, match=r"machine\.json .* --calibrate"):
-        read_machine(path)
+    with pytest.raises(CalibrationError, match=r"machine\.json .* --calibrate --ranks 4"):
+        read_machine(path, 4)
 
 
-def test_passes_meet_every_kernel_of_the_workload(workload: Workload) -> None:
-    times = time_passes(
-        _Net(),
-        _EXAMPLE,
-        units=_UNITS,
-        options=TraceOptions(has_values=True, reuses_equal=False),
-        seconds=0.0,
-        meet=lambda value: value,
-    )
-    found = kernel_seconds(times)
-    planned = {w.work for w in _figures(workload).kernels}
-    assert found.keys() == planned
-    assert all(seconds > 0 for seconds in found.values())
+class _Uneven(_Net):
+    """Runs one kernel more on rank 1, as autograd does that finds a gradient in use and copies it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y.cos() if rank() else y
+
+
+@on_ranks(2)
+def test_all_ranks_have_the_kernels_that_each_of_them_has_run() -> None:
+    workload = trace_workload(_Net(), _EXAMPLE, units=_UNITS)
+    model = Model(_Uneven, _EXAMPLE, _UNITS, TraceOptions(), workload)
+    kernels, _ = measure_kernels(model, seconds=0.0)
+    everyones: list[object] = [None, None]
+    dist.all_gather_object(everyones, kernels)
+    assert everyones == [kernels, kernels]
+    assert {each.work for each in kernels} == {each.work for each in _figures(workload).kernels}
+    assert all(each.seconds > 0 for each in kernels)

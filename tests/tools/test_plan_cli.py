@@ -342,8 +342,35 @@ def test_what_was_measured_here_is_planned_with(tmp_path: Path) -> None:
     assert planned["settings"]["ranks"] == 2
     again = called(*run, "--gpu", str(path), "--json")
     assert json.loads(again.stdout) == planned
-    # It was measured for one dtype, and for so many ranks.
-    for words, what in ((("--dtype", "bf16"), "bfloat16"), (("--ranks", "4"), "2")):
+    # It was measured for these dtypes, so many ranks, and as the engine communicates by itself.
+    for words, what in (
+        (("--dtype", "bf16"), "bfloat16 of float32"),
+        (("--param-dtype", "bf16"), "float32 of bfloat16"),
+        (("--ranks", "4"), "2"),
+        (("--comm", "process_group"), "gloo"),
+    ):
         refused = called(*run, "--gpu", str(path), *words)
         assert refused.exit_code == Exit.USAGE
         assert what in refused.output
+    low = (*run, "--dtype", "bf16", "--param-dtype", "bf16", "--comm", "process_group")
+    assert called(*low, "--calibrate", "--out", str(path)).exit_code == 0
+    # What the file had stays.
+    for words in ((*low, "--gpu"), (*run, "--gpu")):
+        assert called(*words, str(path)).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("--calibrate", *ON_8), "--calibrate"),
+        (("--calibrate", "--out", "figures"), ".json"),
+        (("--calibrate", "--out", "/proc/no/figures.json"), "folder"),
+        (("--gpu", "this", "--ranks", "977"), "--ranks 977"),
+        ((*ON_8, "--comm", "process_group"), "NCCL"),
+        (("--gpu", "this", "--comm", "shouting"), "process_group"),
+    ],
+)
+def test_what_is_not_of_this_machine_is_refused(words: tuple[str, ...], what: str) -> None:
+    refused = called("planned_program:net", *words)
+    assert refused.exit_code == Exit.USAGE
+    assert what in refused.output

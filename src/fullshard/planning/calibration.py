@@ -11,10 +11,13 @@ import bisect
 import collections
 import dataclasses
 import math
+import platform
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import torch
 
 from fullshard.errors import FullshardError
 from fullshard.json_files import json_text, read_json
@@ -22,9 +25,12 @@ from fullshard.plan.actions import Action, ActionKind
 from fullshard.plan.step import PlannedStep
 from fullshard.plan.workload import Work, WorkKind, Workload, WorkloadUnit
 from fullshard.planning.costs import Constants, CostError
+from fullshard.planning.kernels import dtype_name
 from fullshard.planning.machines import Gpu, Machine
 
 SCHEMA = "fullshard-machine/1"
+_CIRCUMSTANCES = ("host", "device", "torch", "ranks", "threads")
+_FiguresT = TypeVar("_FiguresT")
 
 
 class CalibrationError(FullshardError, ValueError):
@@ -58,7 +64,7 @@ class KernelTime(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EngineFigures:
-    """What the engine takes with one way to communicate and one dtype to compute in, in seconds.
+    """What the engine takes with one way to communicate, one dtype to compute in and one of shards, in seconds.
 
     gather, reduce: of a unit, by the bytes of its unsharded parameters. fence: a barrier of all ranks.
     unit_s, param_s: of the host, for each unit and each of its parameters, once in forward and once in backward.
@@ -78,8 +84,8 @@ class MachineFigures:
     """What ranks of a machine take, measured while all of them ran.
 
     threads: of each rank. date: in ISO form, UTC.
-    kernel_s: seconds of the host for a kernel. engine: by way and dtype, "peer memory bfloat16".
-    optimizers: by name, seconds of a parameter by its elements.
+    kernel_s: seconds of the host for a kernel. engine: by `engine_key`.
+    optimizers: by `optimizer_key`, seconds of a parameter by its elements.
     """
 
     schema: str
@@ -107,17 +113,23 @@ class MachineFigures:
 
     def has_way(self, way: str) -> bool:
         """Return whether the engine was measured with a way to communicate."""
-        return any(name.rpartition(" ")[0] == way for name in self.engine)
+        return any(key.startswith(f"{way} ") for key in self.engine)
+
+    def with_way(self, way: str) -> "MachineFigures":
+        """Return these figures without those of the engine with other ways."""
+        engine = {key: each for key, each in self.engine.items() if key.startswith(f"{way} ")}
+        return dataclasses.replace(self, engine=engine)
 
     def write(self, path: Path) -> None:
         """Write it to a file, which appears when it is complete."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".part")
         partial.write_text(json_text(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
         partial.replace(path)
 
     def merged(self, other: "MachineFigures") -> "MachineFigures":
-        """Return these figures, and of another measurement what these do not have."""
+        """Return these figures, and of another measurement what these do not have, if that was of the same."""
+        if any(getattr(self, name) != getattr(other, name) for name in _CIRCUMSTANCES):
+            return self
         known = {each.work for each in self.kernels}
         more = tuple(each for each in other.kernels if each.work not in known)
         return dataclasses.replace(
@@ -128,17 +140,31 @@ class MachineFigures:
         )
 
 
+def engine_key(way: str, computes: torch.dtype, stored: torch.dtype) -> str:
+    """Return under which name a file has figures of the engine, such as "peer memory bfloat16 of float32"."""
+    return f"{way} {dtype_name(computes)} of {dtype_name(stored)}"
+
+
+def optimizer_key(name: str, stored: torch.dtype) -> str:
+    """Return under which name a file has figures of an optimizer, such as "adamw fused of float32"."""
+    return f"{name} of {dtype_name(stored)}"
+
+
 def machine_file(ranks: int) -> Path:
     """Return where the figures of this machine are for so many ranks, unless somebody says otherwise."""
-    return Path.home() / ".cache" / "fullshard" / f"machine-{ranks}-ranks.json"
+    # By its name: hosts may share a home.
+    return Path.home() / ".cache" / "fullshard" / f"{platform.node()}-{ranks}-ranks.json"
 
 
-def read_machine(path: Path) -> MachineFigures:
-    """Read what `MachineFigures.write` wrote. Raises CalibrationError, which names the file."""
+def read_machine(path: Path, ranks: int) -> MachineFigures:
+    """Read what `MachineFigures.write` wrote. Raises CalibrationError, which names the file.
+
+    ranks: to measure, if the file cannot be used.
+    """
 
     def refuse(why: str) -> CalibrationError:
         return CalibrationError(
-            f"{path} {why}. Measure again: fullshard plan --calibrate --out {path}"
+            f"{path} {why}. Measure: fullshard plan MODEL --calibrate --ranks {ranks} --out {path}"
         )
 
     return read_json(path, MachineFigures, refuse)
@@ -192,36 +218,30 @@ def at_size(points: Sequence[Point], size: float) -> float:
 class CalibratedCosts:
     """Seconds of actions on a measured machine; the same interface as `costs.Costs`.
 
-    way: of the ranks ("peer memory", "gloo"). dtype: that units compute in. optimizer: its name in the figures.
+    way: of the ranks ("peer memory", "gloo"). dtypes: of a unit's whole parameters, and of their shards.
+    optimizer: "adamw", "adamw fused".
 
     Raises CostError for what was not measured.
     """
 
     def __init__(
-        self, machine: Machine, *, way: str, dtype: str, optimizer: str, shard_size: int
+        self,
+        machine: Machine,
+        *,
+        way: str,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        optimizer: str,
+        shard_size: int,
     ) -> None:
         figures = machine.figures
         if figures is None:
             raise CostError(f"{machine.gpu.name} was not measured.")
-        self.machine = machine
-        self._figures, self._shard_size = figures, shard_size
-        key = f"{way} {dtype}"
-        if key not in figures.engine:
-            raise CostError(
-                f"The machine's file has no figures of {key}, but of {', '.join(sorted(figures.engine))}. "
-                "Measure again: fullshard plan --calibrate with these settings."
-            )
-        if optimizer not in figures.optimizers:
-            raise CostError(
-                f"The machine's file has no figures of the optimizer {optimizer}, but of "
-                f"{', '.join(sorted(figures.optimizers))}."
-            )
-        self._engine, self._optimizer = figures.engine[key], figures.optimizers[optimizer]
-        self.constants = Constants(contention=self._engine.contention, reserved=1.0)
+        self.machine, self.kernel_s, self._shard_size = machine, figures.kernel_s, shard_size
+        self.engine = _found(figures.engine, engine_key(way, *dtypes))
+        self._optimizer = _found(figures.optimizers, optimizer_key(optimizer, dtypes[1]))
+        self.constants = Constants(contention=self.engine.contention, reserved=1.0)
         self._known = {each.work: each.seconds for each in figures.kernels}
         self._curves = _curves(figures.kernels)
-
-    # Kernels
 
     def work_seconds(self, work: Work) -> float:
         """Return the time of all kernels of one work."""
@@ -239,11 +259,6 @@ class CalibratedCosts:
             "this model: fullshard plan MODEL --calibrate."
         )
 
-    def seconds_of(self, works: Iterable[Work]) -> float:
-        return sum(map(self.work_seconds, works))
-
-    # Actions
-
     def durations(
         self, step: PlannedStep, workload: Workload, trained_numel: int
     ) -> tuple[list[float], list[float]]:
@@ -252,40 +267,32 @@ class CalibratedCosts:
         pairs = [story.tell(action) for action in step.actions]
         return [on_lane for on_lane, _ in pairs], [on_host for _, on_host in pairs]
 
-    def unit_nbytes(self, unit: WorkloadUnit, *, trained: bool = False) -> int:
-        """Return the bytes of a unit's unsharded parameters, or of those that are trained alone."""
-        return sum(
-            param.numel * param.compute_dtype.itemsize
-            for param in unit.params
-            if not trained or param.trainable
-        )
-
     def optimizer_seconds(self, workload: Workload) -> float:
         sizes = [param.numel for unit in workload.units for param in unit.params if param.trainable]
         return sum(at_size(self._optimizer, numel / self._shard_size) for numel in sizes)
 
-    def hook_seconds(self, unit: WorkloadUnit) -> float:
-        """Return what the host does for a unit in one direction."""
-        engine = self._engine
-        return engine.unit_s + engine.param_s * len(unit.params)
-
     def collective_seconds(self, kind: ActionKind, unit: WorkloadUnit) -> float:
-        """Return the time of a collective of a unit."""
+        """Return the time of a collective of a unit: all of it is gathered, what is trained is reduced."""
         if kind is ActionKind.ALL_REDUCE:
             raise CostError(
                 "Sums over replicas are not measured. Plan for one axis, or with a preset."
             )
         is_gather = kind is ActionKind.ALL_GATHER
-        points = self._engine.gather if is_gather else self._engine.reduce
-        return at_size(points, self.unit_nbytes(unit, trained=not is_gather))
+        nbytes = sum(
+            param.numel * param.compute_dtype.itemsize
+            for param in unit.params
+            if is_gather or param.trainable
+        )
+        return at_size(self.engine.gather if is_gather else self.engine.reduce, nbytes)
 
-    @property
-    def fence_s(self) -> float:
-        return self._engine.fence_s
 
-    @property
-    def kernel_s(self) -> float:
-        return self._figures.kernel_s
+def _found(figures: Mapping[str, _FiguresT], key: str) -> _FiguresT:
+    if key not in figures:
+        raise CostError(
+            f"The machine's file has no figures of {key}, but of {', '.join(sorted(figures)) or 'nothing'}. Measure "
+            "again: fullshard plan MODEL --calibrate, with these settings."
+        )
+    return figures[key]
 
 
 class _Story:
@@ -309,7 +316,7 @@ class _Story:
                     self._waiting = {each for each in self._waiting if each[0] != action.unit}
                 return self._costs.collective_seconds(action.kind, unit), 0.0
             case ActionKind.FENCE:
-                return self._costs.fence_s, 0.0
+                return self._costs.engine.fence_s, 0.0
             case ActionKind.OPTIMIZER:
                 return self._costs.optimizer_seconds(self._workload), 0.0
         return 0.0, 0.0
@@ -324,7 +331,8 @@ class _Story:
                 "recompute": stretch.recomputed,
                 "backward": stretch.backward,
             }[part]
-            self._stretches[key] = self._costs.seconds_of(works), sum(w.count for w in works)
+            seconds = sum(map(self._costs.work_seconds, works))
+            self._stretches[key] = seconds, sum(w.count for w in works)
         on_lane, kernels = self._stretches[key]
         if action.kind is ActionKind.BACKWARD:
             on_lane += self._adding(action)
@@ -341,6 +349,7 @@ class _Story:
         return self._costs.work_seconds(add)
 
     def _hooks(self, action: Action) -> float:
+        """Return what the host does for a unit, once in each direction."""
         direction = ActionKind.FORWARD if action.kind is ActionKind.FORWARD else ActionKind.BACKWARD
         if direction is not self._last:
             self._entered.clear()
@@ -348,7 +357,8 @@ class _Story:
         if action.unit < 0 or action.unit in self._entered:
             return 0.0
         self._entered.add(action.unit)
-        return self._costs.hook_seconds(self._workload.units[action.unit])
+        engine = self._costs.engine
+        return engine.unit_s + engine.param_s * len(self._workload.units[action.unit].params)
 
 
 def _size(work: Work) -> float:

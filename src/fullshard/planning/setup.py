@@ -212,7 +212,7 @@ class TrainingSetup:
         return settings
 
     def _optimizer_plan(self, workload: Workload | None) -> OptimizerPlan:
-        kind, size = OPTIMIZERS[self.optimizer], _trained_itemsize(workload)
+        kind, size = OPTIMIZERS[self.optimizer], trained_dtype(workload).itemsize
         is_small = self.is_fused or kind.foreach_share == 1.0
         return OptimizerPlan(
             nbytes_per_element=kind.num_states * size,
@@ -226,17 +226,18 @@ class TrainingSetup:
         """Return the seconds of actions. Raises CostError for what the machine was not measured for."""
         if self.machine.figures is None:
             return Costs(self.machine, self.manner(workload))
+        stored = trained_dtype(workload)
         return CalibratedCosts(
             self.machine,
             way=self.way.name,
-            dtype=str(self.precision.param_dtype or torch.float32).removeprefix("torch."),
+            dtypes=(self.precision.param_dtype or stored, stored),
             optimizer=self.optimizer + (" fused" if self.is_fused else ""),
             shard_size=self.shards,
         )
 
     def manner(self, workload: Workload) -> Manner:
         """Return how kernels run."""
-        kind, size = OPTIMIZERS[self.optimizer], _trained_itemsize(workload)
+        kind, size = OPTIMIZERS[self.optimizer], trained_dtype(workload).itemsize
         return Manner(
             is_fused=self.is_compiled,
             attention=self.attention,
@@ -247,11 +248,11 @@ class TrainingSetup:
         )
 
 
-def _trained_itemsize(workload: Workload | None) -> int:
-    """Return the bytes of a trained element: of the most usual dtype."""
+def trained_dtype(workload: Workload | None) -> torch.dtype:
+    """Return the most usual dtype of what is trained; float32 if nothing is."""
     numel: dict[torch.dtype, int] = {}
     for unit in workload.units if workload else ():
         for spec in unit.params:
             if spec.trainable:
                 numel[spec.dtype] = numel.get(spec.dtype, 0) + spec.numel
-    return max(numel, key=lambda dtype: numel[dtype]).itemsize if numel else 4
+    return max(numel, key=lambda dtype: numel[dtype], default=torch.float32)

@@ -31,14 +31,10 @@ Meet = Callable[[float], float]
 
 
 class PassTimes(NamedTuple):
-    """What passes took, in seconds.
+    """What typical passes took, in seconds. kernels: of each work (of count 1). pass_s: without a stopwatch."""
 
-    kernels: for each pass, the times of each work (of count 1) on this rank.
-    passes: forward and backward without a stopwatch.
-    """
-
-    kernels: list[dict[Work, list[float]]]
-    passes: list[float]
+    kernels: dict[Work, float]
+    pass_s: float
 
 
 class _Plain(Recorder):
@@ -103,33 +99,25 @@ def time_passes(
 
     model: with memory, not sharded. options: with `has_values`.
     """
-    times = PassTimes([], [])
+    passes: list[float] = []
+    watched: list[dict[Work, list[float]]] = []
     began = time.perf_counter()
-    while (
-        len(times.passes) < _NUM_WARM_UP + _LEAST_PASSES
-        or meet(time.perf_counter() - began) < seconds
-    ):
+    while len(passes) < _NUM_WARM_UP + _LEAST_PASSES or meet(time.perf_counter() - began) < seconds:
         gc.collect()
         plain, watch = _Plain(meet), _Stopwatch(meet)
         record_pass(plain, model, example, units=units, options=options)
         record_pass(watch, model, example, units=units, options=options)
-        times.passes.append(plain.took_s)
-        times.kernels.append(dict(watch.seconds))
-    return PassTimes(times.kernels[_NUM_WARM_UP:], times.passes[_NUM_WARM_UP:])
-
-
-def kernel_seconds(times: PassTimes) -> dict[Work, float]:
-    """Return what each kernel takes: its mean in those passes that are neither among the fastest nor the slowest."""
-    middle = typical(times.kernels, [sum(map(sum, each.values())) for each in times.kernels])
+        passes.append(plain.took_s)
+        watched.append(watch.seconds)
     found: dict[Work, list[float]] = collections.defaultdict(list)
-    for each in middle:
-        for work, seconds in each.items():
-            found[work] += seconds
-    return {work: statistics.fmean(seconds) for work, seconds in found.items()}
+    for each in typical(watched[_NUM_WARM_UP:], lambda each: sum(map(sum, each.values()))):
+        for work, took in each.items():
+            found[work] += took
+    kernels = {work: statistics.fmean(took) for work, took in found.items()}
+    return PassTimes(kernels, statistics.fmean(typical(passes[_NUM_WARM_UP:], float)))
 
 
-def typical(values: Sequence[T], keys: Sequence[float]) -> list[T]:
+def typical(values: Sequence[T], key: Callable[[T], float]) -> list[T]:
     """Return the half of some values whose keys are in the middle."""
-    order = sorted(range(len(values)), key=keys.__getitem__)
-    quarter = len(order) // 4
-    return [values[number] for number in order[quarter : len(order) - quarter]]
+    quarter = len(values) // 4
+    return sorted(values, key=key)[quarter : len(values) - quarter]

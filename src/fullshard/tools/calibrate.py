@@ -8,12 +8,19 @@ so that what the engine does is all they take; and steps of optimizers.
 import contextlib
 import dataclasses
 import datetime
+import functools
+import itertools
+import json
 import platform
+import socket
 import statistics
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,22 +28,30 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
+from fullshard.errors import FullshardError, LaunchError
 from fullshard.local_ranks import num_cores
-from fullshard.plan.workload import Workload
+from fullshard.plan.ways import GLOO, PEER_MEMORY
+from fullshard.plan.workload import Work, Workload
 from fullshard.planning.calibration import (
     SCHEMA,
     EngineFigures,
     KernelTime,
     MachineFigures,
     Point,
+    engine_key,
+    machine_file,
+    machine_of,
+    optimizer_key,
+    read_machine,
 )
-from fullshard.planning.stopwatch import kernel_seconds, time_passes, typical
-from fullshard.planning.traced import Example, TraceOptions, trace_workload
+from fullshard.planning.setup import OPTIMIZERS, trained_dtype
+from fullshard.planning.stopwatch import time_passes, typical
+from fullshard.planning.traced import Example, TraceOptions
+from fullshard.tools.config import OptionError
+from fullshard.tools.plan_options import PlanOptions
+from fullshard.tools.plan_run import is_run, run_to_plan
+from fullshard.tools.progress import Reporter, Reporting
 
-if TYPE_CHECKING:
-    from fullshard.tools.plan_options import PlanOptions
-
-WAYS = {"peer memory": "peer_memory", "gloo": "process_group"}  # and what the engine calls them
 _WIDTH = 256  # columns of parameters that are made up
 _UNIT_NUMELS = (1 << 10, 1 << 16, 1 << 19, 3 << 20, 1 << 23)
 _NUM_PARAMS = 16  # of a unit that shows what a parameter takes
@@ -44,7 +59,9 @@ _OPTIMIZER_NUMELS = (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
 _OPTIMIZER_TOTAL = 6 << 20  # elements that one step goes over, so that no cache holds them
 _NUM_STEPS, _NUM_WARM_UP = 8, 3
 _NUM_UNITS = 6
-_T = TypeVar("_T")
+_NUM_TRIALS = 4 + 2 * len(_UNIT_NUMELS)  # that `_engine` makes
+_LOOK_S = 0.2  # between two looks whether ranks have ended
+Tell = Callable[[int, int, str], None]  # how many parts of how many are done, and which one begins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,83 +75,155 @@ class Model:
     workload: Workload
 
 
-@dataclasses.dataclass(frozen=True)
-class Questions:
-    """What to measure. ways: of `WAYS`. dtypes: that units compute in. optimizers: see `make_optimizer`.
+def calibrate(options: PlanOptions, out: Path | None) -> Path:
+    """Measure ranks of this machine, with the model and the settings that options name; return the file of figures.
 
-    seconds: that passes of the model may take.
+    out: the file; None for that of this machine. What it has of other models stays. Raises OptionError for options
+    of another machine and a file that cannot be, and what planning raises.
     """
+    for name in ("gpu", "hosts", "per_host", "flops", "memory_bandwidth", "link", "network"):
+        if typed := getattr(options, name):
+            raise OptionError(
+                f"--{name.replace('_', '-')} {typed} with --calibrate, which measures this machine: leave one of them out."
+            )
+    if is_run(options.model):
+        _, options = run_to_plan(options)
+    ranks = options.ranks or 2
+    path = out or machine_file(ranks)
+    if path.suffix != ".json":
+        raise OptionError(f"--out {path}: give a name that ends in .json, by which --gpu knows it.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(
+            f"--out {path}: its folder cannot be made ({error.strerror}). Name another."
+        ) from error
+    known = read_machine(path, ranks) if path.exists() else None
+    with Reporting(rank=0) as report, _hearing(report) as told:
+        report.note("starting ranks ...")
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # what the user's modules print
+                (figures, *_) = fullshard.launch(
+                    _measure_options, options, told, ranks=ranks, backend="gloo"
+                )
+        except LaunchError as error:
+            if isinstance(error.__cause__, FullshardError):  # of these options
+                raise error.__cause__ from None
+            raise
+    way = PEER_MEMORY if figures.has_way(PEER_MEMORY.name) else GLOO
+    (figures if known is None else figures.merged(known)).write(path)
+    print(f"measured, over {way.name}: {path}", file=sys.stderr)
+    return path
 
-    ways: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
-    optimizers: tuple[str, ...] = ("adamw", "adamw foreach", "adamw fused")
-    model: Model | None = None
-    seconds: float = 5.0
+
+@contextlib.contextmanager
+def _hearing(report: Reporter) -> Iterator[str]:
+    """Show how far a rank is, that tells it to a socket; give the socket's path."""
+    ended = threading.Event()
+
+    def hear() -> None:
+        while True:
+            try:
+                done, total, what = json.loads(heard.recv(4096))
+            except TimeoutError:
+                if ended.is_set():
+                    return
+                continue
+            if done == 0:
+                report.begin(total=total, done=0)
+            report.step(done, {"measuring": what})
+
+    thread = threading.Thread(target=hear)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard,
+    ):
+        heard.bind(f"{folder}/told")
+        heard.settimeout(_LOOK_S)
+        thread.start()
+        try:
+            yield f"{folder}/told"
+        finally:
+            ended.set()
+            thread.join()
 
 
-def calibrate(options: "PlanOptions", *, ranks: int) -> MachineFigures:
-    """Measure ranks of this machine, with the model and the settings that options name."""
-    return fullshard.launch(_measure_options, options, ranks=ranks, backend="gloo")[0]
-
-
-def _measure_options(options: "PlanOptions") -> MachineFigures:
-    """Measure what options name, on this rank."""
-    from fullshard.planning.machines import Gpu, Machine
-
-    ranks = dist.get_world_size()
-    nothing = Gpu("to be measured", 1.0, 1.0, 1.0, 1.0, figures="", per_host=ranks)
-    # Recomputing runs the same kernels again.
-    plain = dataclasses.replace(options, ranks=ranks, checkpointing="none")
-    setup = plain.setup(Machine(nothing, ranks, 1.0, 1.0))
-    subject = options.subject()
+def _measure_options(options: PlanOptions, told: str) -> MachineFigures:
+    """Measure what options name, on this rank. told: see `_hearing`."""
+    subject = run_to_plan(options)[0] if is_run(options.model) else options.subject()
+    # Recomputing runs the same kernels again; what a compiler saves is estimated from them.
+    plain = dataclasses.replace(options, ranks=None, checkpointing="none", compiled=False)
+    setup = plain.setup(machine_of(_figures(), 1.0))
+    workload = subject.workload(setup)
     model, example, trace_options = subject.with_memory(setup)
-    workload = trace_workload(model, example, units=subject.units, options=trace_options)
-    dtype = setup.precision.param_dtype or torch.float32
-    began = time.monotonic()
+    manners = ("", " fused") if OPTIMIZERS[setup.optimizer].has_fused else ("",)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as telling:
 
-    def say(what: str) -> None:
-        if dist.get_rank() == 0:
-            print(f"{time.monotonic() - began:5.1f} s  {what} ...", file=sys.stderr, flush=True)
+        def tell(*news: object) -> None:
+            if dist.get_rank() == 0:
+                telling.sendto(json.dumps(news).encode(), told)
 
-    questions = Questions(
-        ("peer memory",),
-        (dtype,),
-        (setup.optimizer, f"{setup.optimizer} fused"),
-        Model(lambda: model, example, subject.units, trace_options, workload),
-    )
-    return measure(questions, say)
+        return measure(
+            Model(lambda: model, example, subject.units, trace_options, workload),
+            comm=options.comm,
+            optimizers=[setup.optimizer + manner for manner in manners],
+            tell=tell,
+        )
 
 
 def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
-    """Return AdamW or SGD: "adamw", "adamw foreach", "adamw fused", "sgd", ...; without a word, torch's default."""
+    """Return an optimizer of `planning.setup.OPTIMIZERS`, such as "adamw" by torch's default or "adamw fused"."""
     kind, _, manner = name.partition(" ")
     classes: Mapping[str, Any] = {
         "adamw": torch.optim.AdamW,
         "adam": torch.optim.Adam,
         "sgd": torch.optim.SGD,
+        "sgd-momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+        "adafactor": torch.optim.Adafactor,
     }
     chosen = {manner: True} if manner else {}
     made: torch.optim.Optimizer = classes[kind](parameters, lr=1e-6, **chosen)
     return made
 
 
-def measure(questions: Questions, say: Callable[[str], None] = lambda _: None) -> MachineFigures:
-    """Measure on this rank, of several that all call it; the same comes out on all. say: is told what comes next."""
-    kernels: list[KernelTime] = []
-    kernel_s = 0.0
-    if questions.model is not None:
-        say("kernels of the model")
-        kernels, kernel_s = _kernels(questions.model, questions.seconds)
-    engine = {}
-    for way in questions.ways:
-        for dtype in questions.dtypes:
-            name = f"{way} {str(dtype).removeprefix('torch.')}"
-            say(f"the engine over {name}")
-            engine[name] = _engine(way, dtype)
-    optimizers = {}
-    for name in questions.optimizers:
-        say(f"steps of {name}")
-        optimizers[name] = _optimizer(name)
+def measure(
+    model: Model,
+    *,
+    comm: str = "auto",
+    optimizers: Sequence[str] = ("adamw",),
+    seconds: float = 5.0,
+    tell: Tell = lambda *_: None,
+) -> MachineFigures:
+    """Measure on this rank, of several that all call it; the same comes out on all.
+
+    comm: as of `fullshard.set_default_comm`. optimizers: see `make_optimizer`. seconds: that passes of the model may
+    take.
+    """
+    stored = trained_dtype(model.workload)
+    computes = model.options.precision.param_dtype or stored
+    total, done = 1 + _NUM_TRIALS + len(optimizers) * len(_OPTIMIZER_NUMELS), itertools.count()
+
+    def say(what: str) -> None:
+        tell(next(done), total, what)
+
+    say("kernels")
+    kernels, kernel_s = measure_kernels(model, seconds)
+    with _communicating(comm):
+        trial = _Trial(computes, stored, say)
+        engine = _engine(trial)
+    steps = {optimizer_key(name, stored): _optimizer(name, stored, say) for name in optimizers}
+    say("all")
+    return _figures(
+        kernel_s=kernel_s,
+        kernels=tuple(kernels),
+        engine={engine_key(trial.way.name, computes, stored): engine},
+        optimizers=steps,
+    )
+
+
+def _figures(**measured: Any) -> MachineFigures:
+    """Return what was measured, or nothing yet, on these ranks."""
+    nothing: dict[str, Any] = {"kernel_s": 0.0, "kernels": (), "engine": {}, "optimizers": {}}
     return MachineFigures(
         SCHEMA,
         host=platform.node(),
@@ -143,10 +232,7 @@ def measure(questions: Questions, say: Callable[[str], None] = lambda _: None) -
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         ranks=dist.get_world_size(),
         threads=torch.get_num_threads(),
-        kernel_s=kernel_s,
-        kernels=tuple(kernels),
-        engine=engine,
-        optimizers=optimizers,
+        **(nothing | measured),
     )
 
 
@@ -165,16 +251,26 @@ def _most(value: float) -> float:
     return float(_gathered([value]).max())
 
 
-def _mean(values: Sequence[float]) -> list[float]:
-    means: list[float] = _gathered(values).mean(0).tolist()
-    return means
+def _mean(value: float) -> float:
+    return float(_gathered([value]).mean())
+
+
+def _step_times(step: Callable[[], object], clock: Callable[[], float]) -> list[float]:
+    """Return what steps take on this rank, each of which all ranks begin together."""
+    times = []
+    for _ in range(_NUM_WARM_UP + _NUM_STEPS):
+        _most(0)
+        start = clock()
+        step()
+        times.append(clock() - start)
+    return times[_NUM_WARM_UP:]
 
 
 # The model's kernels
 
 
-def _kernels(model: Model, seconds: float) -> tuple[list[KernelTime], float]:
-    """Return the kernels of a model, and what the host takes for each."""
+def measure_kernels(model: Model, seconds: float) -> tuple[list[KernelTime], float]:
+    """Return the kernels of a model, and what the host takes for each. All ranks call it."""
     times = time_passes(
         model.build(),
         model.example,
@@ -183,9 +279,15 @@ def _kernels(model: Model, seconds: float) -> tuple[list[KernelTime], float]:
         seconds=seconds,
         meet=_most,
     )
-    found = kernel_seconds(times)
-    works = sorted(found, key=repr)  # in the same order on all ranks
-    means = dict(zip(works, _mean([found[work] for work in works]), strict=True))
+    everyones: list[dict[Work, float]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyones, times.kernels)
+    # What all ranks have run: autograd copies a gradient that anything else refers to at that moment, and a thread that
+    # looks at this one's frames does.
+    means = {
+        work: statistics.fmean(own[work] for own in everyones)
+        for work in everyones[0]
+        if all(work in own for own in everyones)
+    }
     computing, num = 0.0, 0
     for event in model.workload.events:
         if (number := getattr(event, "stretch", None)) is not None:
@@ -193,7 +295,7 @@ def _kernels(model: Model, seconds: float) -> tuple[list[KernelTime], float]:
             for work in (*stretch.forward, *stretch.recomputed, *stretch.backward):
                 computing += work.count * means.get(work._replace(count=1), 0.0)
                 num += work.count
-    (pass_s,) = _mean([statistics.fmean(typical(times.passes, times.passes))])
+    pass_s = _mean(times.pass_s)
     # A stopwatch takes time as well. Where that is more than what the host takes, kernels share it.
     share = min(1.0, pass_s / computing)
     turns = _turns()
@@ -230,13 +332,13 @@ class _Given(torch.autograd.Function):
 class _Unit(nn.Module):
     """Parameters that nothing is computed with, and products that keep the processor busy."""
 
-    def __init__(self, numel: int, num_params: int, num_products: int) -> None:
+    def __init__(self, sizes: "_Sizes", dtype: torch.dtype) -> None:
         super().__init__()
-        rows = max(2 * dist.get_world_size(), numel // num_params // _WIDTH)
+        rows = max(2 * dist.get_world_size(), sizes.numel // sizes.num_params // _WIDTH)
         self.weights = nn.ParameterList(
-            torch.zeros(rows, _WIDTH, device="cpu") for _ in range(num_params)
+            torch.zeros(rows, _WIDTH, dtype=dtype, device="cpu") for _ in range(sizes.num_params)
         )
-        self._num_products = num_products
+        self._num_products = sizes.num_products
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self._num_products):
@@ -245,31 +347,28 @@ class _Unit(nn.Module):
         return y
 
 
-def _engine(way: str, dtype: torch.dtype) -> EngineFigures:
+def _engine(trial: "_Trial") -> EngineFigures:
     """Compare steps of sharded models with those of plain ones, and with those that stay unsharded after forward."""
-    trial = _Trial(way, dtype)
-    with _communicating(WAYS[way]):
-        few, many = (trial.added_s(_Sizes(1, 1, num)) for num in (2, _NUM_UNITS))
-        one_s = max(0.0, many - few) / (_NUM_UNITS - 2)  # a unit of one small parameter
-        fixed_s = max(0.0, many - _NUM_UNITS * one_s)
-        wide_s = (trial.added_s(_Sizes(1, _NUM_PARAMS, _NUM_UNITS)) - fixed_s) / _NUM_UNITS
-        param_s = max(0.0, wide_s - one_s) / (_NUM_PARAMS - 1)
-        gather, reduce = [Point(0, 0)], [Point(0, 0)]
-        for numel in _UNIT_NUMELS:
-            sizes = _Sizes(numel, 1, _NUM_UNITS if numel < _UNIT_NUMELS[-1] else 3)
-            freed_s, kept_s = trial.added_s(sizes), trial.added_s(sizes, reshards=False)
-            gather_s = max(0.0, freed_s - kept_s) / sizes.num_units
-            reduce_s = (kept_s - fixed_s) / sizes.num_units - gather_s - one_s
-            gather.append(Point(numel * dtype.itemsize, gather_s))
-            reduce.append(Point(numel * dtype.itemsize, max(0.0, reduce_s)))
-        contention = trial.contention() if way == "gloo" else 0.0
+    few, many = (trial.added_s(_Sizes(1, 1, num)) for num in (2, _NUM_UNITS))
+    one_s = max(0.0, many - few) / (_NUM_UNITS - 2)  # a unit of one small parameter
+    fixed_s = max(0.0, many - _NUM_UNITS * one_s)
+    wide_s = (trial.added_s(_Sizes(1, _NUM_PARAMS, _NUM_UNITS)) - fixed_s) / _NUM_UNITS
+    param_s = max(0.0, wide_s - one_s) / (_NUM_PARAMS - 1)
+    gather, reduce = [Point(0, 0)], [Point(0, 0)]
+    for numel in _UNIT_NUMELS:
+        sizes = _Sizes(numel, 1, _NUM_UNITS if numel < _UNIT_NUMELS[-1] else 3)
+        freed_s, kept_s = trial.added_s(sizes), trial.added_s(sizes, reshards=False)
+        gather_s = max(0.0, freed_s - kept_s) / sizes.num_units
+        reduce_s = (kept_s - fixed_s) / sizes.num_units - gather_s - one_s
+        gather.append(Point(numel * trial.computes.itemsize, gather_s))
+        reduce.append(Point(numel * trial.computes.itemsize, max(0.0, reduce_s)))
     return EngineFigures(
         tuple(gather),
         tuple(reduce),
         fence_s=fixed_s / 3,  # before and after forward, and after backward
         unit_s=max(0.0, one_s - param_s) / 2,
         param_s=param_s / 2,
-        contention=contention,
+        contention=trial.contention(),
     )
 
 
@@ -290,41 +389,51 @@ class _Sizes(NamedTuple):
     num_units: int
     num_products: int = 0
 
-    def build(self) -> nn.Module:
-        units = (
-            _Unit(self.numel, self.num_params, self.num_products) for _ in range(self.num_units)
-        )
-        return nn.Sequential(*units)
-
 
 class _Trial:
-    """Steps of models of equal units. Where ranks copy bytes themselves, in seconds of their processor."""
+    """Steps of models of equal units. Where ranks copy bytes themselves, in seconds of their processor.
 
-    def __init__(self, way: str, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._clock = time.perf_counter if way == "gloo" else time.thread_time
+    computes, stored: dtypes of a unit's whole parameters, and of their shards.
+    """
+
+    def __init__(
+        self, computes: torch.dtype, stored: torch.dtype, say: Callable[[str], None]
+    ) -> None:
+        self.computes, self._stored, self._say = computes, stored, say
         self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        chosen = fullshard.describe(self._sharded(_Sizes(1, 1, 1))).units[0].communication
+        self.way = GLOO if chosen.startswith("process group") else PEER_MEMORY
+        self._clock = time.perf_counter if self.way.overlaps else time.thread_time
 
     def added_s(self, sizes: _Sizes, *, reshards: bool = True) -> float:
         """Return what a step takes more because the model is sharded."""
-        sharded = self._sharded(sizes.build(), reshards=reshards)
-        return self._step_s(sharded) - self._step_s(sizes.build().to(self._dtype))
+        self._say(self.way.name)
+        sharded = self._sharded(sizes, reshards=reshards)
+        return self._step_s(sharded) - self._step_s(self._plain(sizes))
 
     def contention(self) -> float:
         """Return how much of the time of collectives is lost by computing beside them: 1 where nothing is hidden."""
+        self._say(self.way.name)
+        if not self.way.overlaps:
+            return 0.0
         idle, busy = _Sizes(1 << 20, 2, _NUM_UNITS), _Sizes(1 << 20, 2, _NUM_UNITS, 8)
-        plain_s = self._step_s(idle.build())
-        moving_s = self._step_s(self._sharded(idle.build())) - plain_s
-        computing_s = self._step_s(busy.build()) - plain_s
-        both_s = self._step_s(self._sharded(busy.build())) - plain_s
+        plain_s = self._step_s(self._plain(idle))
+        moving_s = self._step_s(self._sharded(idle)) - plain_s
+        computing_s = self._step_s(self._plain(busy)) - plain_s
+        both_s = self._step_s(self._sharded(busy)) - plain_s
         hidden_s = min(moving_s, computing_s)
         lost_s = max(0.0, both_s - max(moving_s, computing_s))
         return min(1.5, lost_s / hidden_s) if hidden_s > 0 else 0.0
 
-    def _sharded(self, model: nn.Module, *, reshards: bool = True) -> nn.Module:
+    def _plain(self, sizes: _Sizes, dtype: torch.dtype | None = None) -> nn.Module:
+        dtype = dtype or self.computes
+        return nn.Sequential(*(_Unit(sizes, dtype) for _ in range(sizes.num_units)))
+
+    def _sharded(self, sizes: _Sizes, *, reshards: bool = True) -> nn.Module:
+        model = self._plain(sizes, self._stored)
         policy = fullshard.MixedPrecisionPolicy()
-        if self._dtype is not torch.float32:
-            policy = fullshard.MixedPrecisionPolicy(self._dtype, torch.float32)
+        if {self.computes, self._stored} != {torch.float32}:
+            policy = fullshard.MixedPrecisionPolicy(self.computes, torch.float32)
         for module in (*model.children(), model):
             fullshard.fully_shard(
                 module, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshards
@@ -332,14 +441,10 @@ class _Trial:
         return model
 
     def _step_s(self, model: nn.Module) -> float:
-        times = []
-        for _ in range(_NUM_WARM_UP + _NUM_STEPS):
-            _most(0)
-            start = self._clock()
-            _run(model)
-            times.append(self._clock() - start)
-        means = _gathered(times[_NUM_WARM_UP:]).mean(0).tolist()
-        return statistics.fmean(_quickest(means, means))
+        # Whatever disturbs makes a step longer.
+        times = _step_times(lambda: _run(model), self._clock)
+        quickest = sorted(_gathered(times).mean(0).tolist())
+        return statistics.fmean(quickest[: max(1, len(quickest) // 4)])
 
 
 def _run(model: nn.Module) -> None:
@@ -348,30 +453,22 @@ def _run(model: nn.Module) -> None:
         parameter.grad = None
 
 
-def _quickest(values: Sequence[_T], keys: Sequence[float]) -> list[_T]:
-    """Return the quarter of some values with the smallest keys: whatever disturbs makes a step longer."""
-    order = sorted(range(len(values)), key=keys.__getitem__)
-    return [values[number] for number in order[: max(1, len(order) // 4)]]
-
-
 # Optimizers
 
 
-def _optimizer(name: str) -> tuple[Point, ...]:
+def _optimizer(name: str, dtype: torch.dtype, say: Callable[[str], None]) -> tuple[Point, ...]:
     """Return what parameters of some sizes take, among so many that no cache holds them."""
     points = []
     for numel in _OPTIMIZER_NUMELS:
+        say(name)
         num = min(200, max(2, _OPTIMIZER_TOTAL // numel))
-        parameters = [nn.Parameter(torch.zeros(numel, device="cpu")) for _ in range(num)]
+        parameters = [
+            nn.Parameter(torch.zeros(numel, dtype=dtype, device="cpu")) for _ in range(num)
+        ]
         for parameter in parameters:
-            parameter.grad = torch.ones(numel, device="cpu")
+            parameter.grad = torch.ones_like(parameter)
         optimizer = make_optimizer(name, parameters)
-        times = []
-        for _ in range(_NUM_WARM_UP + _NUM_STEPS):
-            _most(0)
-            start = time.thread_time()
-            optimizer.step()
-            times.append(time.thread_time() - start)
-        (step_s,) = _mean([statistics.fmean(typical(times[_NUM_WARM_UP:], times[_NUM_WARM_UP:]))])
+        times = _step_times(optimizer.step, time.thread_time)
+        step_s = _mean(statistics.fmean(typical(times, float)))
         points.append(Point(numel, step_s * _turns() / num))
     return tuple(points)

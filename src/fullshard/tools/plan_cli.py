@@ -16,6 +16,7 @@ from fullshard.tools.cli_options import flag, refuse, takes
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.plan_options import PlanOptions
+from fullshard.tools.progress import say_starting
 
 if TYPE_CHECKING:
     from fullshard.planning.search import SearchResult
@@ -108,7 +109,11 @@ def plan(
             )
             return
         if calibrate:
-            options["gpu"], out = _calibrate(PlanOptions(model=model, **options), out), None
+            from fullshard.tools.calibrate import calibrate as measured  # torch
+
+            say_starting()
+            options["gpu"] = str(measured(PlanOptions(model=model, **options), out))
+            out = None
         with Console(stderr=True).status("starting ...") as status:  # on a terminal
             chosen = PlanOptions(model=model, **options)
             made = (_searched if search else _planned)(chosen, status.update)
@@ -186,22 +191,6 @@ def _write(made: _Made, out: Path | None, page: Path | None) -> None:
         write_plan(made.plan, out)
     if page is not None:
         write_plan_page(made.plan, page, alternatives_of(made.found) if made.found else ())
-
-
-def _calibrate(options: PlanOptions, out: Path | None) -> str:
-    """Measure this machine; return the file of its figures, which has those of other models too."""
-    from fullshard.planning.calibration import machine_file, read_machine
-    from fullshard.tools.calibrate import calibrate
-
-    ranks = options.ranks or 2
-    path = out or machine_file(ranks)
-    with contextlib.redirect_stdout(sys.stderr):  # what the user's modules print
-        figures = calibrate(options, ranks=ranks)
-    if path.exists():
-        figures = figures.merged(read_machine(path))
-    figures.write(path)
-    print(f"measured: {path}", file=sys.stderr)
-    return str(path)
 
 
 def _predict(runs: Path, out: Path | None, *, is_alone: bool) -> None:

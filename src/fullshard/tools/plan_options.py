@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Names that torch has for what can be typed."""
+_COMMS = ("auto", "process_group")  # of `fullshard.set_default_comm`
 _MODEL, _MACHINE, _TRAINING = "Model", "Machine", "Training"
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _PREFIXES |= {f"{letter}i": 1024.0**n for n, letter in enumerate("KMGT", 1)}
@@ -116,6 +117,13 @@ class PlanOptions:
         panel=_MACHINE,
         metavar="RATE",
     )
+    comm: str = option_field(
+        "auto",
+        "Between CPU ranks, measured and planned: as the engine chooses by itself, or Gloo.",
+        panel=_MACHINE,
+        metavar="|".join(_COMMS),
+        values=_COMMS,
+    )
     batch: int = option_field(1, "Sequences in a rank's micro-batch.", panel=_TRAINING)
     seq: int = option_field(4096, "Tokens of a sequence.", panel=_TRAINING)
     grad_accum: int = option_field(1, "Micro-batches a step.", panel=_TRAINING)
@@ -200,6 +208,8 @@ class PlanOptions:
                 raise OptionError(
                     f"--{name.replace('_', '-')} {typed}: choose from {', '.join(DTYPES)}."
                 )
+        if self.comm not in _COMMS:
+            raise OptionError(f"--comm {self.comm}: choose from {', '.join(_COMMS)}.")
         for name in ("ranks", "hosts", "per_host", "shard_size", "batch", "seq", "grad_accum"):
             typed = getattr(self, name)
             if typed is not None and typed < 1:
@@ -213,6 +223,11 @@ class PlanOptions:
 
         if self.gpu == "this" or self.gpu.endswith(".json"):
             return self._measured()
+        if self.comm != "auto":
+            raise OptionError(
+                f"--comm {self.comm}: is of ranks on CPUs. Give --gpu this, a file that --calibrate has written, or "
+                "--calibrate; ranks on GPUs have NCCL."
+            )
         given = {name: self._rate(name) for name in ("link", "network")}
         own = {
             "flops": self._number("flops", "operations a second"),
@@ -250,10 +265,13 @@ class PlanOptions:
 
     def _measured(self) -> "Machine":
         """Return the machine that somebody has measured."""
+        from fullshard.plan.ways import GLOO
         from fullshard.planning.calibration import machine_file, machine_of, read_machine
 
         path = machine_file(self.ranks or 2) if self.gpu == "this" else Path(self.gpu)
-        figures = read_machine(path)
+        figures = read_machine(path, self.ranks or 2)
+        if self.comm != "auto":
+            figures = figures.with_way(GLOO.name)
         memory = self._number("memory", "bytes") or read_memory()["MemTotal"] / figures.ranks
         return machine_of(figures, memory)
 
