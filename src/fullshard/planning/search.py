@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from fullshard.plan.actions import ActionKind
 from fullshard.plan.keeping import choose_kept
 from fullshard.plan.unit_plan import plan_unit
 from fullshard.plan.workload import Workload
@@ -27,7 +28,7 @@ from fullshard.planning.choices import (
     group_units,
 )
 from fullshard.planning.costs import Costs
-from fullshard.planning.keeping import gather_seconds
+from fullshard.planning.estimate import Estimate
 from fullshard.planning.programs import launch_line, program_of
 from fullshard.planning.setup import OFFLOADS, TrainingSetup
 from fullshard.planning.subject import Model, Subject
@@ -240,7 +241,7 @@ class _Search:
         setup, costs = self._setup_of(choice, unsharded), self._costs_of(choice)
         planned = plan_steps(self._workload(choice), setup, costs)
         if not unsharded:
-            self._gathers[choice] = gather_seconds(planned.estimate, costs)
+            self._gathers[choice] = _gather_seconds(planned.estimate)
         time = tuple(planned.parts.items())
         return Candidate(choice, unsharded, sum(planned.parts.values()), time, planned.memory)
 
@@ -383,6 +384,21 @@ _NOTHING_HELPS = (
     "Neither 32 times the ranks nor a 32nd of the sequence would be enough: the model needs "
     "other kinds of parallelism, or smaller units."
 )
+
+
+def _gather_seconds(estimate: Estimate) -> dict[int, float]:
+    """Return what all gathers of each unit cost a step: what is exposed, and what they hold up beside it."""
+    moving: dict[int, float] = {}
+    for action, span in zip(estimate.step.actions, estimate.simulated.spans, strict=True):
+        if action.kind is ActionKind.ALL_GATHER:
+            moving[action.unit] = moving.get(action.unit, 0.0) + span.end_s - span.start_s
+    exposed = estimate.simulated.exposed_s
+    contention = estimate.costs.constants.contention
+    found = {}
+    for unit, seconds in moving.items():
+        exposed_s = exposed.get((ActionKind.ALL_GATHER, unit), 0.0)
+        found[unit] = exposed_s + contention * max(0.0, seconds - exposed_s)
+    return found
 
 
 def _rank(candidate: Candidate) -> tuple[Any, ...]:

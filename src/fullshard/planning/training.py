@@ -21,6 +21,7 @@ from fullshard.planning.alternatives import alternatives
 from fullshard.planning.calibration import CalibratedCosts
 from fullshard.planning.costs import CONTEXT_NBYTES, SPREAD, CostError, Costs
 from fullshard.planning.estimate import Estimate, estimate_step
+from fullshard.planning.keeping import keepable_units, kept_units
 from fullshard.planning.machines import Machine
 from fullshard.planning.setup import TrainingSetup
 from fullshard.planning.subject import Inputs, Model, Subject
@@ -72,6 +73,28 @@ class TimePlan:
 
 
 @dataclasses.dataclass(frozen=True)
+class KeepingPlan:
+    """Units that stay unsharded from forward to backward within a budget of bytes, as `keep_unsharded` chooses them.
+
+    units: their names. nbytes: that they take on each rank. saved_s: by which a step is shorter than without them.
+    """
+
+    units: tuple[str, ...]
+    nbytes: int
+    budget_nbytes: int
+    saved_s: float
+
+    def __str__(self) -> str:
+        if not self.units:
+            return "no unit, as none is gathered again"
+        amounts = " of ".join(f"{n / _GIB:.2f}" for n in (self.nbytes, self.budget_nbytes))
+        return (
+            f"{len(self.units)}, {_ends(self.units)}; {amounts} GiB; a step takes {abs(self.saved_s) * 1e3:,.2f} ms "
+            f"{'less' if self.saved_s >= 0 else 'more'}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Suggestion:
     """A change that helps, in words, and what it saves a step and a rank; what it costs is negative.
 
@@ -91,6 +114,7 @@ class TrainingPlan:
     bound_by: what most of the step waits for: "compute", "memory traffic", "exchange", "all-gather",
         "reduce-scatter", "all-reduce", "optimizer", "host", "contention".
     suggestions: what to change first, the best first. estimate: the step, of at most three micro-batches.
+    kept: None without a budget for units that stay unsharded.
     """
 
     settings: dict[str, Any]
@@ -102,6 +126,7 @@ class TrainingPlan:
     bound_by: str
     suggestions: tuple[Suggestion, ...]
     estimate: Estimate = dataclasses.field(repr=False, compare=False)
+    kept: KeepingPlan | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as numbers and texts; names end in their unit."""
@@ -136,6 +161,7 @@ class TrainingPlan:
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
             "bound_by": self.bound_by,
+            "kept_unsharded": None if self.kept is None else dataclasses.asdict(self.kept),
             "suggestions": [dataclasses.asdict(each) for each in self.suggestions],
         }
 
@@ -192,7 +218,20 @@ def planned(subject: Subject, setup: TrainingSetup) -> TrainingPlan:
         bound_by=_bound_by(time, step.estimate, workload, costs),
         suggestions=(),
         estimate=step.estimate,
+        kept=_kept(workload, setup, costs, time.step_s) if setup.keep_unsharded_nbytes else None,
     )
+
+
+def _kept(
+    workload: Workload, setup: TrainingSetup, costs: Costs | CalibratedCosts, step_s: float
+) -> KeepingPlan:
+    """Return which units stay. step_s: of a step with them."""
+    without = replace(setup, keep_unsharded_nbytes=0)
+    budget = setup.keep_unsharded_nbytes
+    units = kept_units(workload, without.step_settings(workload), budget)
+    saved_s = sum(plan_steps(workload, without, costs).parts.values()) - step_s
+    names, nbytes = tuple(unit.name for unit in units), sum(unit.nbytes for unit in units)
+    return KeepingPlan(names, nbytes, budget, saved_s)
 
 
 class PlannedSteps(NamedTuple):
@@ -232,7 +271,8 @@ def _suggestions(
     """Return what helps: what makes it fit, or, if it does, what is faster and fits; else what takes less memory."""
     tokens = setup.batch * setup.accumulation
     found: list[tuple[bool, Suggestion]] = []
-    for other in alternatives(setup, takes_batch=subject.takes_batch):
+    room_nbytes = _room_nbytes(plan)
+    for other in alternatives(setup, takes_batch=subject.takes_batch, room_nbytes=room_nbytes):
         say(other.text)
         try:
             made = planned(subject, other.setup)
@@ -256,6 +296,15 @@ def _suggestions(
             useful = [each for _, each in found if each.saved_nbytes > 0]
             useful.sort(key=lambda each: -each.saved_nbytes)
     return tuple(useful[:_MOST_SUGGESTED])
+
+
+def _room_nbytes(plan: TrainingPlan) -> int:
+    """Return the bytes that are left for units to stay unsharded; 0 if no unit fits, or all of them."""
+    estimate, free = plan.estimate, plan.memory.capacity_nbytes - plan.memory.total_nbytes
+    units = keepable_units(estimate.workload, estimate.settings)
+    sizes = [unit.nbytes for unit in units if unit.may_stay]
+    room = int(free / estimate.costs.constants.reserved)
+    return room if sizes and min(sizes) <= room < sum(sizes) else 0
 
 
 # Memory
@@ -448,6 +497,7 @@ def _lines(plan: TrainingPlan) -> list[str]:
         f"sharded over {settings['shard_size']}",
         *_joined_by(plan),
         _units(settings["units"]),
+        *([f"kept unsharded: {plan.kept}"] if plan.kept else []),
         *(
             ["Adafactor: DTensors, so fully_shard, refuse it with an error"]
             if settings["optimizer"] == "adafactor"
@@ -506,8 +556,11 @@ def _units(names: Sequence[str]) -> str:
     """Return how many units there are beside the root, and the names of the first and the last."""
     if not names:
         return "1 unit, the root, which is gathered whole: name units to shard by (units=, --units)"
-    ends = " ... ".join(dict.fromkeys(_tail_of(name) for name in (names[0], names[-1])))
-    return f"{len(names) + 1} units: the root, {ends}"
+    return f"{len(names) + 1} units: the root, {_ends(names)}"
+
+
+def _ends(names: Sequence[str]) -> str:
+    return " ... ".join(dict.fromkeys(_tail_of(name) for name in (names[0], names[-1])))
 
 
 def _tail_of(name: str) -> str:

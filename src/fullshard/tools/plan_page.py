@@ -146,7 +146,7 @@ def plan_data(
         "planned": None,
         "refresh_s": None,
         "figures": [figure._asdict() for figure in _figures(plan)],
-        "about": _machine(plan),
+        "about": [*_machine(plan), *([("Kept unsharded", str(plan.kept))] if plan.kept else [])],
         "options": [(key, option_text(value)) for key, value in settings.items()],
         "series": None,
         "trace": trace,
