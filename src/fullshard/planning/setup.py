@@ -15,7 +15,7 @@ from fullshard.plan.units import first_names
 from fullshard.plan.ways import GLOO, NCCL, PEER_MEMORY, Way
 from fullshard.plan.workload import Workload
 from fullshard.planning.calibration import CalibratedCosts
-from fullshard.planning.costs import Costs, Manner
+from fullshard.planning.costs import CostError, Costs, Manner
 from fullshard.planning.keeping import keeping
 from fullshard.planning.machines import Machine
 from fullshard.policies import MixedPrecisionPolicy
@@ -235,6 +235,7 @@ class TrainingSetup:
         """Return the seconds of actions. Raises CostError for what the machine was not measured for."""
         if self.machine.figures is None:
             return Costs(self.machine, self.manner(workload))
+        self._check_measured()
         return CalibratedCosts(
             self.machine,
             way=self.way.name,
@@ -242,6 +243,19 @@ class TrainingSetup:
             optimizer=self.optimizer + (" fused" if self.is_fused else ""),
             shard_size=self.shards,
         )
+
+    def _check_measured(self) -> None:
+        """Raise CostError for what no calibration measures."""
+        reshard, per_host = self.reshard_after_forward, self.machine.per_host
+        if self.shards < per_host:
+            what = f"Replicas: ranks that share parameters among all {per_host}"
+        elif self.offload != "none":
+            what = "Offloading: ranks on the CPU, which have all in the host's memory,"
+        elif not isinstance(reshard, bool | None) and not self.way.reads_in_place:
+            what = f"Gathers of smaller groups: those of all {per_host} ranks"
+        else:
+            return
+        raise CostError(f"{what} were measured, nothing else. Leave it out, or name a GPU.")
 
     def manner(self, workload: Workload) -> Manner:
         """Return how kernels run."""

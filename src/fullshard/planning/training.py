@@ -38,7 +38,7 @@ class MemoryPlan:
 
     parts: by what it is used for, the largest first; they add up to `total_nbytes`. when: in words: "backward of layers.31".
     tensors_nbytes: of tensors alone, without the allocator's slack and the driver's context.
-    host_nbytes: of tensors in host memory, for each rank, where something is offloaded.
+    host_nbytes: of tensors in host memory, for each of `ranks_per_host` ranks, where something is offloaded.
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -47,6 +47,12 @@ class MemoryPlan:
     total_nbytes: int
     capacity_nbytes: int
     host_nbytes: int = 0
+    ranks_per_host: int = 1
+
+    @property
+    def per_host_nbytes(self) -> int:
+        """What all ranks of a host keep in its memory."""
+        return self.host_nbytes * self.ranks_per_host
 
     @property
     def needed_nbytes(self) -> int:
@@ -150,7 +156,7 @@ class TrainingPlan:
                 "capacity_nbytes": memory.capacity_nbytes,
                 "fits": memory.fits,
                 "in_host_memory_nbytes": memory.host_nbytes,
-                "in_host_memory_per_host_nbytes": memory.host_nbytes * self._ranks_of_a_host,
+                "in_host_memory_per_host_nbytes": memory.per_host_nbytes,
             },
             "time": {
                 "parts_s": dict(time.parts),
@@ -164,11 +170,6 @@ class TrainingPlan:
             "kept_unsharded": None if self.kept is None else dataclasses.asdict(self.kept),
             "suggestions": [dataclasses.asdict(each) for each in self.suggestions],
         }
-
-    @property
-    def _ranks_of_a_host(self) -> int:
-        ranks: int = self.settings["ranks"]
-        return min(ranks, self.machine.per_host)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -344,6 +345,7 @@ def _memory(
         sum(parts.values()),
         capacity,
         estimate.host_nbytes,
+        min(setup.ranks, setup.machine.per_host),
     )
 
 
@@ -508,7 +510,7 @@ def _lines(plan: TrainingPlan) -> list[str]:
         *(_amount(name, n / size, unit) for name, n in memory.parts if n >= 0.005 * size),
         _amount("in all", memory.total_nbytes / size, unit)
         + f" of {memory.capacity_nbytes / size:,.1f}: {verdict}",
-        *_on_host(plan, size, unit),
+        *_on_host(memory, size, unit),
         "",
         "Time of a step",
         *(
@@ -542,13 +544,12 @@ def _joined_by(plan: TrainingPlan) -> list[str]:
     return [text]
 
 
-def _on_host(plan: TrainingPlan, size: int, unit: str) -> list[str]:
-    nbytes, ranks = plan.memory.host_nbytes, plan._ranks_of_a_host
-    if not nbytes:
+def _on_host(memory: MemoryPlan, size: int, unit: str) -> list[str]:
+    if not memory.host_nbytes:
         return []
     return [
-        _amount("host memory of a rank", nbytes / size, unit),
-        _amount(f"of {ranks} on a host", ranks * nbytes / size, unit),
+        _amount("host memory of a rank", memory.host_nbytes / size, unit),
+        _amount(f"of {memory.ranks_per_host} on a host", memory.per_host_nbytes / size, unit),
     ]
 
 

@@ -85,7 +85,11 @@ def alternatives_of(found: SearchResult) -> list[Alternative]:
             fits=each.memory.needed_nbytes <= found.limit_nbytes,
             is_front=each in found.front,
             rank=ranks.get(each, 0),
-            settings={**each.choice._asdict(), "unsharded": each.unsharded},
+            settings={
+                **each.choice._asdict(),
+                "unsharded": each.unsharded,
+                "host memory of a rank": nbytes(each.memory.host_nbytes),
+            },
             memory=[part for part in each.memory.parts if part[0] != "allocator slack"],
             time=each.time,
             code=f"# {found.launch}\n\n{found.program}" if each == found.best[0] else "",
