@@ -236,6 +236,7 @@ def test_what_keeping_buys_is_a_ratio_within_each_round_beside_what_was_planned(
     cells = dict(zip(table.columns, table.rows[1], strict=True))
     assert (cells["units"], cells["MiB"], cells["planned"]) == ("1", "1.0", "0.90")
     assert cells["over none"] == "0.62 (0.50-0.75)"
+    assert cells["quickest"] == "0.50"
     assert cells["CPU over none"] == "0.70 (0.50-0.90)"
 
 

@@ -21,6 +21,7 @@ from fullshard.plan.simulator import follow_memory
 from fullshard.plan.step import OptimizerPlan, StepSettings, plan_step
 from fullshard.plan.unit_plan import Sharding
 from fullshard.plan.ways import PEER_MEMORY
+from fullshard.planning.keeping import keeping, kept_units
 from fullshard.planning.traced import Example, TraceOptions, trace_workload
 from tests import planned
 from tests.api import Api
@@ -43,7 +44,10 @@ WATCHED = 2  # passes that the engine watches, in which it gathers nothing early
 
 @dataclass(frozen=True)
 class Case:
-    """Settings of a run. mesh: (replicate, shard) or (shard,). num_microbatches, reduces_each: of `StepSettings`."""
+    """Settings of a run. mesh: (replicate, shard) or (shard,). num_microbatches, reduces_each: of `StepSettings`.
+
+    kept: bytes for `keep_unsharded`.
+    """
 
     problem: str = "transformer"
     mesh: tuple[int, ...] = (2,)
@@ -53,6 +57,7 @@ class Case:
     num_microbatches: int = 1
     reduces_each: bool = False
     keeps_between: bool = False
+    kept: int = 0
     is_flat: bool = False
     backward_prefetch: Literal["pre", "post"] | None = "pre"
 
@@ -189,6 +194,7 @@ def _compare(api: Api, case: Case) -> None:
         problem = _problem(case.problem)
         model = _shard(api, case, problem)
         optimizer = torch.optim.AdamW(model.parameters())
+        kept = fullshard.keep_unsharded(model, case.kept) if case.kept else None
         for _ in range(WATCHED + 2):
             _train(case, model, optimizer, problem)
         workload = planned.observe(
@@ -201,7 +207,12 @@ def _compare(api: Api, case: Case) -> None:
         executed = planned.Executed(model, optimizer)
         with executed.watching():
             _train(case, model, optimizer, problem)
-        step = plan_step(workload, _settings(api, case))
+        settings = _settings(api, case)
+        if kept is not None:
+            units = kept_units(workload, settings, case.kept)
+            assert [(u.name, u.nbytes) for u in units] == [(u.name, u.nbytes) for u in kept.units]
+            settings = keeping(workload, settings, case.kept)
+        step = plan_step(workload, settings)
         expected = planned.told(step)
         lines = itertools.zip_longest(map(str, executed.moments), map(str, expected))
         differences = [f"{a}\n   {b}" for a, b in lines if a != b]
@@ -234,6 +245,8 @@ CASES = [
     Case(num_microbatches=2, keeps_between=True),
     Case("conv", num_microbatches=2, reduces_each=True, param_dtype=BF16),
     Case("tied_transformer", reshard=False, num_microbatches=2),
+    Case("nested", kept=20_000),
+    Case("twice", kept=300),
 ]
 FLAT = [
     *(Case(problem, is_flat=True) for problem in PROBLEMS),
@@ -245,7 +258,12 @@ FLAT = [
 ]
 
 
-QUICK = [Case(), Case("nested"), Case("checkpointed_parts"), Case(num_microbatches=3, **DTYPES[2])]
+QUICK = [
+    Case(),
+    Case("nested", kept=20_000),
+    Case("checkpointed_parts"),
+    Case(num_microbatches=3, **DTYPES[2]),
+]
 quickly = repeats(lambda s: s["case"] not in QUICK)
 
 

@@ -25,12 +25,21 @@ from fullshard.plan.step import StepSettings, plan_step
 from fullshard.plan.unit_plan import Sharding, plan_unit
 from fullshard.plan.ways import PEER_MEMORY
 from fullshard.plan.workload import Enter, Leave
+from fullshard.planning.calibration import (
+    SCHEMA,
+    EngineFigures,
+    KernelTime,
+    MachineFigures,
+    Point,
+    machine_of,
+)
 from fullshard.planning.choices import (
     WHOLE,
     Choice,
     NothingFitsError,
     SearchError,
     SearchSpace,
+    default_space,
     group_units,
 )
 from fullshard.planning.machines import Machine, machine_named
@@ -222,6 +231,69 @@ def test_units_that_stay_whole_save_time_and_fit() -> None:
     assert 0 < len(filled.unsharded) < SMALL.num_layers
     assert filled.memory.needed_nbytes <= limit
     assert whole.step_s < filled.step_s < base.step_s
+
+
+def rows(batch: int) -> Tensor:
+    return torch.empty(batch, 32, device="meta")
+
+
+def measured_setup(source: Subject, ways: tuple[str, ...]) -> TrainingSetup:
+    """Return 2 ranks of a machine on which some ways to communicate were measured, and a few kernels of a model."""
+    setup = TrainingSetup(H100, 2, batch=4, precision=fullshard.MixedPrecisionPolicy())
+    stretches = source.workload(setup).stretches
+    works = {w._replace(count=1) for s in stretches for w in (*s.forward, *s.backward)}
+    kernels = tuple(
+        KernelTime(
+            w.kind.value, w.name, w.dtype, w.shape, w.flops, w.nbytes, 1e-6 + 1e-9 * w.nbytes
+        )
+        for w in works
+    )
+    points = (Point(0, 1e-6), Point(1 << 20, 1e-3))
+    engine = dict.fromkeys(ways, EngineFigures(points, points, 1e-5, 1e-5, 1e-6))
+    named = (SCHEMA, "here", "cpu", "2.13", "2026-01-01T00:00:00+00:00", 2, 1, 1e-6)
+    figures = MachineFigures(*named, kernels, engine, {"adamw": points})
+    return dataclasses.replace(setup, machine=machine_of(figures, 1 << 30))
+
+
+@pytest.mark.parametrize("way", ["peer memory", "gloo"])
+def test_what_was_measured_is_searched_and_the_rest_is_counted(way: str) -> None:
+    source = Subject(lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(6))), inputs=rows)
+    setup = measured_setup(source, (f"{way} float32",))
+    found = search_training(source, setup)
+    reasons = dict(found.left_out)
+    assert sorted(reason.split(":")[0] for reason in reasons) == ["Offloading", "Replicas"]
+    assert sum(reasons.values()) > found.num_choices > 10
+    assert all(f"{num} others left out. {reason}" in str(found) for reason, num in reasons.items())
+    assert found.as_dict()["left_out"] == reasons
+    assert 'device="cpu"' in found.program
+    workload = source.workload(setup)
+    space = default_space(setup, workload, takes_batch=True)
+    space = dataclasses.replace(space, shard_sizes=(2,), offload=("none",))
+    search = _Search(source, setup)
+    for choice in space.choices(2, 4):
+        bound, planned_way = search.bound(choice), search.plan(choice)
+        assert bound.step_s <= planned_way.step_s, choice
+        assert bound.nbytes <= planned_way.memory.tensors_nbytes, choice
+    ways = [e for e in every(source, setup, space) if not e.choice.fills or e.unsharded]
+    assert [*found.best] == ways[:10]
+    for changes, reason in (({"shard_sizes": (1,)}, "Replicas"), ({"offload": ("params",)}, "Off")):
+        with pytest.raises(SearchError, match=f"None of .* ways was measured. {reason}"):
+            search_training(source, setup, space=dataclasses.replace(space, **changes))
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "params"])
+def test_a_search_says_what_is_in_host_memory(offload: str) -> None:
+    space = SearchSpace((16,), (1,), (1,), (True,), offload=(offload,))
+    (first, *_) = search_training(SMALL, TrainingSetup(H100, 16), space=space).best
+    setup = TrainingSetup(H100, 16, offload=offload, checkpointing=first.choice.checkpointing)
+    plan = planned(Subject(SMALL), setup)
+    shown, kept = first.as_dict(), plan.as_dict()["memory"]
+    for name in ("in_host_memory_nbytes", "in_host_memory_per_host_nbytes"):
+        assert shown[name] == kept[name] > 0
+    assert shown["in_host_memory_per_host_nbytes"] == 8 * shown["in_host_memory_nbytes"]
+    nbytes = [shown[f"in_host_memory_{name}nbytes"] for name in ("", "per_host_")]
+    texts = [f"{each / _GIB:.2f}" for each in nbytes]
+    assert f"{texts[0]} GiB of host memory, {texts[1]} on a host" in str(first)
 
 
 def test_reasons_and_parts_add_up() -> None:

@@ -315,7 +315,7 @@ def test_a_unit_that_is_kept_is_gathered_once(llama: Subject) -> None:
 
 
 SECTIONS = {"settings", "machine", "memory", "time"}
-NUMBERS = {"tokens_per_s", "mfu", "bound_by", "suggestions"}
+NUMBERS = {"tokens_per_s", "mfu", "bound_by", "kept_unsharded", "suggestions"}
 
 
 def test_a_plan_as_a_dict_is_plain(llama: Subject) -> None:

@@ -120,11 +120,13 @@ def test_options_change_what_they_name() -> None:
     more = ("--shard-size", "4", "--grad-accum", "2", "--reduce-last", "--checkpointing", "full")
     more += ("--param-dtype", "bf16", "--reduce-dtype", "bf16", "--optimizer", "sgd", "--fused")
     more += ("--offload", "optimizer", "--compile", "--attention", "flash", "--reshard", "no")
+    more += ("--keep-unsharded", "1MiB")
     settings = json.loads(called(*words, *more).stdout)["settings"]
     wanted = {"ranks": 16, "hosts": 2, "shard_size": 4, "accumulation": 2, "reduces_each": False}
     wanted |= {"checkpointing": "full", "stored_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
     wanted |= {"optimizer": "sgd", "is_fused": True, "offload": "optimizer", "is_compiled": True}
     wanted |= {"attention": "flash", "reshard_after_forward": False}
+    wanted |= {"keep_unsharded_nbytes": 1 << 20}
     assert {name: settings[name] for name in wanted} == wanted
 
 
@@ -233,6 +235,12 @@ def test_a_machine_may_be_given_by_its_numbers() -> None:
             ("planned_program:net", *ON_8, *SAMPLES, "--loss", "planned_program:keeps"),
             "keeps, given as the loss, returned a tensor of shape (1, 8)",
         ),
+        (("tiny", *ON_8, "--keep-unsharded", "4"), "--keep-unsharded 4: give bytes"),
+        (
+            ("8b", *ON_8, "--keep-unsharded", "4MiB"),
+            "4194304 bytes to keep units unsharded hold none",
+        ),
+        (("8b", *ON_8, "--keep-unsharded", "4GiB", "--search"), "--keep-unsharded with --search"),
         (("tiny", *ON_8, "--unsharded", ""), "--unsharded '': a name is empty"),
         (("tiny", *ON_8, "--units", "a,"), "--units 'a,': a name is empty"),
         (("tiny", *ON_8, "--optimizer", "adafactor", "--fused"), "no fused adafactor"),

@@ -1,7 +1,6 @@
 """`keep_unsharded` lets units stay unsharded from forward to backward, as many as a budget of bytes holds."""
 
 import dataclasses
-import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +14,10 @@ from fullshard.engine.module_state import ModuleState, state_of
 from fullshard.errors import ShardingError, StateError
 from fullshard.plan.keeping import (
     BackwardGathers,
+    Keepable,
     backward_gathers,
-    backward_order,
-    check_budget,
-    choose_kept,
+    choose_units,
     exposed_of_all,
-    weigh_by_bytes,
 )
 from fullshard.plan.trace import TraceError, read_trace
 from fullshard.watch.describe import DescribedUnit, format_nbytes, units_of
@@ -40,7 +37,8 @@ class KeptUnits:
     """What `keep_unsharded` has chosen.
 
     units: in the model's order. budget_nbytes: what was given.
-    saved_s: exposed seconds of a step that are gone; None without a trace.
+    saved_s: exposed seconds of a step that are gone; None without a trace. Where processors are busy, waits for them
+        come to light instead, which those for bytes have hidden.
     exposed_s: those of all gathers in backward before; None without a trace.
     """
 
@@ -70,14 +68,6 @@ class KeptUnits:
         return "\n".join([head, *lines])
 
 
-class _Candidate(NamedTuple):
-    """A unit that may stay, or not. number: in the model. nbytes: what that takes."""
-
-    number: int
-    shown: DescribedUnit
-    nbytes: int
-
-
 def keep_unsharded(
     model: nn.Module, nbytes: int, *, trace: str | os.PathLike[str] | None = None
 ) -> KeptUnits:
@@ -104,37 +94,23 @@ def keep_unsharded(
     if type(nbytes) is not int:
         raise ShardingError(f"keep_unsharded(nbytes={nbytes!r}): expected a number of bytes.")
     units = units_of(model, root)
-    saved_ns = None if trace is None or nbytes == 0 else _observed(units, Path(trace))
-    weights = _estimated(units) if saved_ns is None else saved_ns
-    candidates = [
-        _Candidate(number, shown, size)
-        for number, shown in enumerate(units)
-        if (size := _nbytes_to_keep(shown)) and weights[number] > 0
-    ]
-    check_budget(nbytes, [(each.shown.name, each.nbytes) for each in candidates])
-    chosen = choose_kept(
-        [each.nbytes for each in candidates],
-        [weights[each.number] for each in candidates],
-        nbytes,
-    )
-    kept = [each for each, stays in zip(candidates, chosen, strict=True) if stays]
-    for shown in units:
-        shown.unit.configure(is_kept=any(each.shown is shown for each in kept))
+    keepable = [_keepable(shown) for shown in units]
+    saved_ns = None if trace is None or nbytes == 0 else _observed(units, keepable, Path(trace))
+    chosen = choose_units(keepable, nbytes, saved_ns)
+    for shown, stays in zip(units, chosen, strict=True):
+        shown.unit.configure(is_kept=stays)
     if (iteration := root.known_iteration) is not None:
-        names = ", ".join(each.shown.unit.path for each in kept)
-        iteration.agree_on(f"keep_unsharded, which keeps {names or 'no unit'}")
-    seconds = None if saved_ns is None else [each / 1e9 for each in saved_ns]
-    return KeptUnits(
-        units=tuple(
-            KeptUnit(
-                each.shown.name, each.nbytes, None if seconds is None else seconds[each.number]
-            )
-            for each in kept
-        ),
-        budget_nbytes=nbytes,
-        saved_s=None if seconds is None else sum(seconds[each.number] for each in kept),
-        exposed_s=None if seconds is None else sum(seconds),
+        paths = [shown.unit.path for shown, stays in zip(units, chosen, strict=True) if stays]
+        iteration.agree_on(f"keep_unsharded, which keeps {', '.join(paths) or 'no unit'}")
+    seconds = [None if saved_ns is None else ns / 1e9 for ns in saved_ns or [0] * len(units)]
+    kept = tuple(
+        KeptUnit(unit.name, unit.nbytes, saved_s)
+        for unit, stays, saved_s in zip(keepable, chosen, seconds, strict=True)
+        if stays
     )
+    if saved_ns is None:
+        return KeptUnits(kept, nbytes, None, None)
+    return KeptUnits(kept, nbytes, sum(u.saved_s or 0.0 for u in kept), sum(saved_ns) / 1e9)
 
 
 def _root_of(model: nn.Module) -> ModuleState:
@@ -148,28 +124,20 @@ def _root_of(model: nn.Module) -> ModuleState:
     return state
 
 
-def _nbytes_to_keep(shown: DescribedUnit) -> int:
-    """Return what a unit takes from forward to backward if it is kept; 0 if nothing is to be gained by that."""
+def _keepable(shown: DescribedUnit) -> Keepable:
     unit, config = shown.unit, shown.unit.config
     option = config.reshard_after_forward
     stays_anyway = shown.is_root if option is None else option is False
+    hides = unit.comm.overlaps and config.backward_prefetch is not None
+    nbytes = unit.private_nbytes(shown.params)
     # Of units that ranks may skip, a rank that has would hold none, and others would not gather.
-    if stays_anyway or config.may_be_skipped or not config.unshard_in_backward:
-        return 0
-    return unit.private_nbytes(shown.params)
-
-
-def _estimated(units: Sequence[DescribedUnit]) -> list[int]:
-    """Return what of each unit's gather in backward counts as exposed, by sizes and order."""
-    order = backward_order([shown.name.partition(", ")[0] for shown in units])
-    moved = [shown.unit.private_nbytes(shown.params) for shown in units]
-    beside = [0] * len(units)
-    for before, number in itertools.pairwise(order):
-        unit = units[number].unit
-        if unit.comm.overlaps and units[before].unit.config.backward_prefetch is not None:
-            layout = units[before].unit.plan_layout(units[before].params)
-            beside[number] = layout.unsharded_nbytes
-    return [*weigh_by_bytes(moved, beside)]
+    is_fixed = stays_anyway or config.may_be_skipped or not config.unshard_in_backward
+    return Keepable(
+        shown.name,
+        nbytes,
+        shown.unit.plan_layout(shown.params).unsharded_nbytes if hides else 0,
+        may_stay=nbytes > 0 and not is_fixed,
+    )
 
 
 # What was observed
@@ -184,7 +152,9 @@ class _Seen(NamedTuple):
     trouble: str = ""
 
 
-def _observed(units: Sequence[DescribedUnit], folder: Path) -> list[int]:
+def _observed(
+    units: Sequence[DescribedUnit], keepable: Sequence[Keepable], folder: Path
+) -> list[int]:
     """Return the exposed nanoseconds of each unit's gathers in backward, the same on all ranks. Collective."""
     if not units:
         return []
@@ -202,11 +172,11 @@ def _observed(units: Sequence[DescribedUnit], folder: Path) -> list[int]:
                 "fullshard.trace after keep_unsharded(model, 0), and pass its folder."
             )
     gathers = [each.gathers for each in seen if each.gathers is not None]
-    for number, shown in enumerate(units):
+    for number, unit in enumerate(keepable):
         is_seen = any(each.are_gathered[number] for each in gathers)
-        if not is_seen and gathers[0].are_used[number] and _nbytes_to_keep(shown):
+        if not is_seen and gathers[0].are_used[number] and unit.may_stay:
             raise StateError(
-                f"keep_unsharded(trace={os.fspath(folder)!r}): {shown.name or 'root'} was not gathered in backward "
+                f"keep_unsharded(trace={os.fspath(folder)!r}): {unit.name or 'root'} was not gathered in backward "
                 "there, so nobody knows what it would cost. Record some steps after keep_unsharded(model, 0)."
             )
     return [*exposed_of_all(gathers)]

@@ -8,6 +8,7 @@ tells that, it counts. Else `weigh_by_bytes` estimates it.
 """
 
 import bisect
+import itertools
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -74,19 +75,55 @@ def _thinned(front: list[_Point]) -> list[_Point]:
     return kept
 
 
-def check_budget(budget: int, sizes: Sequence[tuple[str, int]]) -> None:
-    """Refuse a budget that holds no unit: ShardingError, with what it takes.
+class Keepable(NamedTuple):
+    """A unit that may stay.
 
-    budget: in bytes; 0 asks for no unit. sizes: names and bytes of units that could stay.
+    name: its path, or those of its modules. nbytes: of its whole parameters, but for what is read in place: what a
+    gather brings, and what it takes to keep it. hides_nbytes: of all its whole parameters, as a measure of its
+    backward, which hides the gather of the unit that is next; 0 if that does not run meanwhile.
+    may_stay: keeping it saves a gather in backward.
     """
+
+    name: str
+    nbytes: int
+    hides_nbytes: int
+    may_stay: bool
+
+
+def choose_units(
+    units: Sequence[Keepable], budget: int, saved: Sequence[int] | None = None
+) -> tuple[bool, ...]:
+    """Return for each unit whether it stays, in a run (`keep_unsharded`) as in a plan of it.
+
+    units: in the order of ``named_modules``. saved: by keeping each, as `choose_kept` takes it; None estimates it by
+    sizes and order.
+
+    Raises ShardingError for a budget in which no unit fits, with what it takes.
+    """
+    if saved is None:
+        order = backward_order([unit.name.partition(", ")[0] for unit in units])
+        beside = [0] * len(units)
+        for before, number in itertools.pairwise(order):
+            beside[number] = units[before].hides_nbytes
+        saved = weigh_by_bytes([unit.nbytes for unit in units], beside)
+    gains = [each if unit.may_stay else 0 for unit, each in zip(units, saved, strict=True)]
+    _check_budget(budget, [unit for unit, gain in zip(units, gains, strict=True) if gain > 0])
+    return choose_kept([unit.nbytes for unit in units], gains, budget)
+
+
+def _check_budget(budget: int, units: Sequence[Keepable]) -> None:
+    """Refuse a budget that holds none of these units. budget: in bytes; 0 asks for no unit."""
     if budget < 0:
         raise ShardingError(
             f"{budget} bytes to keep units unsharded: expected a number of bytes, 0 or more."
         )
-    if sizes and 0 < budget < (smallest := min(sizes, key=lambda each: each[1]))[1]:
+    if not units:
+        return
+    least = min(units, key=lambda unit: unit.nbytes)
+    if 0 < budget < least.nbytes:
         raise ShardingError(
-            f"{budget} bytes to keep units unsharded hold none of them. The smallest, {smallest[0] or 'the root'}, "
-            f"takes {smallest[1]} bytes, and all {len(sizes)} that gather again in backward {sum(n for _, n in sizes)}."
+            f"{budget} bytes to keep units unsharded hold none of them. The smallest, {least.name or 'the root'}, takes "
+            f"{least.nbytes} bytes, and all {len(units)} that gather again in backward {sum(u.nbytes for u in units)}."
         )
 
 

@@ -17,8 +17,13 @@ class Alternative(NamedTuple):
     setup: TrainingSetup
 
 
-def alternatives(setup: TrainingSetup, *, takes_batch: bool) -> Iterator[Alternative]:
-    """Yield what could be changed. takes_batch: whether the micro-batch can be chosen."""
+def alternatives(
+    setup: TrainingSetup, *, takes_batch: bool, room_nbytes: int = 0
+) -> Iterator[Alternative]:
+    """Yield what could be changed.
+
+    takes_batch: whether the micro-batch can be chosen. room_nbytes: for units that stay unsharded, if some of them fit.
+    """
 
     def other(text: str, **changes: Any) -> Alternative:
         return Alternative(text, dataclasses.replace(setup, **changes))
@@ -36,6 +41,15 @@ def alternatives(setup: TrainingSetup, *, takes_batch: bool) -> Iterator[Alterna
         yield other(
             "keep units unsharded after forward (reshard_after_forward=False)",
             reshard_after_forward=False,
+        )
+    if setup.keep_unsharded_nbytes:
+        yield other("keep no units unsharded (keep_unsharded)", keep_unsharded_nbytes=0)
+    elif room_nbytes:
+        size, unit = (1 << 30, "GiB") if room_nbytes >= 1 << 30 else (1 << 20, "MiB")
+        tenths = 10 * room_nbytes // size  # as it is printed, so that it can be typed
+        yield other(
+            f"keep {tenths / 10} {unit} of units unsharded (keep_unsharded)",
+            keep_unsharded_nbytes=tenths * size // 10,
         )
     if not setup.is_fused and OPTIMIZERS[setup.optimizer].has_fused:
         yield other(f"let one kernel step ({setup.optimizer}: fused=True)", is_fused=True)

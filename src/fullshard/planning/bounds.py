@@ -13,6 +13,7 @@ from fullshard.plan.actions import Action, ActionKind, Lane
 from fullshard.plan.step import PlannedStep, StepSettings
 from fullshard.plan.unit_plan import UnitPlan, plan_unit, smaller_gather
 from fullshard.plan.workload import Run, Workload
+from fullshard.planning.calibration import CalibratedCosts
 from fullshard.planning.costs import Costs
 
 _ROUNDED = 1 - 1e-9  # sums in another order
@@ -42,9 +43,16 @@ class _Collective(NamedTuple):
 
 
 def step_bound(
-    workload: Workload, settings: StepSettings, costs: Costs, *, offload: str = "none"
+    workload: Workload,
+    settings: StepSettings,
+    costs: Costs | CalibratedCosts,
+    *,
+    offload: str = "none",
 ) -> Bound:
-    """Return what a step takes at least. offload: see `planning.offloading`."""
+    """Return what a step takes at least. offload: see `planning.offloading`.
+
+    Of a measured machine, whose ranks may have nothing to gather, that is what it computes.
+    """
     plans = [plan_unit(unit.params, settings.sharding) for unit in workload.units]
     units = collections.Counter(
         (plan, settings.reshards(number, len(plans))) for number, plan in enumerate(plans)
@@ -59,7 +67,7 @@ def step_bound(
         works[Action(ActionKind.OPTIMIZER, Lane.COMPUTE)] += 1
     for (plan, reshards), times in units.items():
         trained += times * plan.trained_numel
-        for each in _collectives(settings, reshards, plan):
+        for each in _collectives(settings, reshards, plan) if costs.machine.figures is None else ():
             move = Action(each.kind, Lane.COMPUTE, nbytes=each.nbytes, num_ranks=each.ranks)
             moves[move] += times * each.num
             if each.is_again:
@@ -79,7 +87,7 @@ def step_bound(
     computing = sum(times * took[work] for work, times in works.items())
     nbytes, after_forward = _nbytes(workload, settings, units, offload)
     return Bound(
-        _ROUNDED * max(computing + slowed, *lanes.values()),
+        _ROUNDED * max(computing + slowed, *lanes.values(), 0.0),
         nbytes,
         after_forward,
         max((took[move] * share for move, share in saving.items()), default=0.0),

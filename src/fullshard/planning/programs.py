@@ -40,7 +40,7 @@ def program_of(
         lines.append("from fullshard.planning.recomputing import recompute")
     lines += [
         *("", ""),
-        'def shard(model, device="cuda"):',
+        f'def shard(model, device="{"cpu" if setup.is_home else "cuda"}"):',
         *([f"    model.to({setup.stored})"] if setup.stored is not None else []),
         f"    mesh = init_device_mesh(device, {_mesh(choice)})",
         f"    options = dict(mesh=mesh, {options})",

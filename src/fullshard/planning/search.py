@@ -9,15 +9,18 @@ its least memory leave it a chance, so the result is that of planning them all, 
 """
 
 import bisect
+import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
+from fullshard.plan.actions import ActionKind
 from fullshard.plan.keeping import choose_kept
 from fullshard.plan.unit_plan import plan_unit
 from fullshard.plan.workload import Workload
 from fullshard.planning.bounds import Bound, step_bound
+from fullshard.planning.calibration import CalibratedCosts
 from fullshard.planning.choices import (
     Choice,
     NothingFitsError,
@@ -26,8 +29,8 @@ from fullshard.planning.choices import (
     default_space,
     group_units,
 )
-from fullshard.planning.costs import Costs
-from fullshard.planning.keeping import gather_seconds
+from fullshard.planning.costs import CostError, Costs
+from fullshard.planning.estimate import Estimate
 from fullshard.planning.programs import launch_line, program_of
 from fullshard.planning.setup import OFFLOADS, TrainingSetup
 from fullshard.planning.subject import Model, Subject
@@ -57,9 +60,13 @@ class Candidate:
 
     def __str__(self) -> str:
         kept = f" ({len(self.unsharded)} units kept)" if self.unsharded else ""
-        return (
-            f"{self.step_s:8.3f} s {self.memory.needed_nbytes / _GIB:7.2f} GiB  {self.choice}{kept}"
+        memory = self.memory
+        on_host = (
+            f"; {memory.host_nbytes / _GIB:.2f} GiB of host memory, {memory.per_host_nbytes / _GIB:.2f} on a host"
+            if memory.host_nbytes
+            else ""
         )
+        return f"{self.step_s:8.3f} s {memory.needed_nbytes / _GIB:7.2f} GiB  {self.choice}{kept}{on_host}"
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -69,6 +76,8 @@ class Candidate:
             "time_s": dict(self.time),
             "needed_nbytes": self.memory.needed_nbytes,
             "memory_nbytes": dict(self.memory.parts),
+            "in_host_memory_nbytes": self.memory.host_nbytes,
+            "in_host_memory_per_host_nbytes": self.memory.per_host_nbytes,
         }
 
 
@@ -80,6 +89,7 @@ class SearchResult:
     front: no other way is both faster and smaller than one of these; the fastest first.
     excluded: that would be faster, if there were room. program, launch: Python and a shell line for the best one.
     num_choices, num_planned: how many ways there were, and how many had to be planned.
+    left_out: others, of which a machine that was measured cannot say how long they take: reasons, and how many.
     """
 
     setup: TrainingSetup
@@ -92,11 +102,13 @@ class SearchResult:
     launch: str
     num_choices: int
     num_planned: int
+    left_out: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         lines = [
             f"{self.num_choices} ways on {self.setup.ranks} ranks, {self.num_planned} of them planned; "
             f"a rank has {self.limit_nbytes / _GIB:.1f} GiB",
+            *(f"{num} others left out. {reason}" for reason, num in self.left_out),
             "",
         ]
         for number, (each, reason) in enumerate(zip(self.best, self.reasons, strict=True), 1):
@@ -125,6 +137,7 @@ class SearchResult:
             "limit_nbytes": self.limit_nbytes,
             "num_choices": self.num_choices,
             "num_planned": self.num_planned,
+            "left_out": dict(self.left_out),
             "launch": self.launch,
             "program": self.program,
         }
@@ -144,14 +157,10 @@ def search_training(
     space: None takes what is worth it. limit_nbytes: of a rank; None is all that its GPU has. progress: is told how
     far it is.
 
-    Raises SearchError for an empty space and for a machine that was measured, and NothingFitsError, with the smallest
-    way and what would help.
+    On a machine that was measured, ways are left out that were not, such as replicas.
+
+    Raises SearchError for an empty space, and NothingFitsError, with the smallest way and what would help.
     """
-    if setup.machine.figures is not None:
-        raise SearchError(
-            "A measured machine has figures of one way to train, so there is nothing to search on it. Search with a "
-            "known GPU, or with the numbers of one."
-        )
     subject = model if isinstance(model, Subject) else Subject(model)
     if limit_nbytes is not None:
         gpu = dataclasses.replace(setup.machine.gpu, memory_nbytes=limit_nbytes)
@@ -173,8 +182,9 @@ class _Search:
         self._subject, self._setup, self._say = subject, setup, say
         self._limit = round(setup.machine.gpu.memory_nbytes)
         self._workloads: dict[tuple[int, str, int], Workload] = {}
-        self._costs: dict[tuple[int, str, int], Costs] = {}
+        self._costs: dict[tuple[Hashable, ...], Costs | CalibratedCosts] = {}
         self._bounds: dict[Choice, Bound] = {}
+        self._left_out: collections.Counter[str] = collections.Counter()
         self._planned: dict[Choice, Candidate] = {}
         self._gathers: dict[Choice, dict[int, float]] = {}  # what those of each unit cost
 
@@ -200,12 +210,13 @@ class _Search:
             self._workloads[key] = group_units(single, choice.layers_per_unit)
         return self._workloads[key]
 
-    def _costs_of(self, choice: Choice) -> Costs:
+    def _costs_of(self, choice: Choice) -> Costs | CalibratedCosts:
         # Costs remember stretches by identity; all groupings of a workload have the same ones.
-        key = choice.sequences, choice.checkpointing, choice.shard_size
+        key: tuple[Hashable, ...] = choice.sequences, choice.checkpointing, choice.shard_size
+        if self._setup.is_home:  # whose figures may lack the rest
+            key = *key, choice.offload, choice.reshard_after_forward
         if key not in self._costs:
-            manner = self._setup_of(choice).manner(self._workload(choice))
-            self._costs[key] = Costs(self._setup.machine, manner)
+            self._costs[key] = self._setup_of(choice).costs(self._workload(choice))
         return self._costs[key]
 
     def _room_nbytes(self, choice: Choice) -> int:
@@ -240,7 +251,7 @@ class _Search:
         setup, costs = self._setup_of(choice, unsharded), self._costs_of(choice)
         planned = plan_steps(self._workload(choice), setup, costs)
         if not unsharded:
-            self._gathers[choice] = gather_seconds(planned.estimate, costs)
+            self._gathers[choice] = _gather_seconds(planned.estimate)
         time = tuple(planned.parts.items())
         return Candidate(choice, unsharded, sum(planned.parts.values()), time, planned.memory)
 
@@ -274,7 +285,8 @@ class _Search:
 
     # The search
 
-    def run(self, choices: Sequence[Choice]) -> SearchResult:
+    def run(self, every: Sequence[Choice]) -> SearchResult:
+        choices = [*self._measured(every)]
         order = sorted(choices, key=lambda choice: (self.bound(choice)[:2], choice))
         known, found = {*choices}, list[Candidate]()
         for choice in order:
@@ -289,6 +301,20 @@ class _Search:
         if not found:
             raise NothingFitsError(self._why_nothing_fits(choices))
         return self._result(found, choices)
+
+    def _measured(self, choices: Sequence[Choice]) -> Iterator[Choice]:
+        """Yield the ways of which the machine's figures say how long they take; count the others."""
+        for choice in choices:
+            try:
+                self.bound(choice)
+            except CostError as error:
+                self._left_out[str(error)] += 1
+            else:
+                yield choice
+        if sum(self._left_out.values()) == len(choices):
+            raise SearchError(
+                f"None of {len(choices)} ways was measured. {' '.join(self._left_out)}"
+            )
 
     def _is_hopeless(self, choice: Choice, found: Sequence[Candidate]) -> bool:
         """Whether a way can be neither among the best nor on the front. found: the fastest first."""
@@ -316,6 +342,7 @@ class _Search:
             launch=launch_line(setup),
             num_choices=len(choices),
             num_planned=len(self._planned),
+            left_out=tuple(self._left_out.items()),
         )
 
     def _attractive(self, first: Candidate, choices: Sequence[Choice]) -> list[Candidate]:
@@ -358,7 +385,7 @@ class _Search:
     def _helping(self, choice: Choice) -> Iterator[str]:
         """Yield what would make a way fit."""
         setup = self._setup
-        for times in (2, 4, 8, 16, 32):
+        for times in () if setup.is_home else (2, 4, 8, 16, 32):
             more = choice._replace(shard_size=choice.shard_size * times)
             if self._fits(self._elsewhere(more, ranks=setup.ranks * times)):
                 yield f"{setup.ranks * times} ranks"
@@ -368,7 +395,7 @@ class _Search:
             if seq and self._fits(self._elsewhere(choice, seq=seq)):
                 yield f"sequences of {seq} tokens"
                 break
-        for offload in OFFLOADS:
+        for offload in () if setup.is_home else OFFLOADS:
             other = choice._replace(offload=offload)
             if other != choice and self._fits(self._elsewhere(other)):
                 yield f"offload={offload!r}"
@@ -383,6 +410,21 @@ _NOTHING_HELPS = (
     "Neither 32 times the ranks nor a 32nd of the sequence would be enough: the model needs "
     "other kinds of parallelism, or smaller units."
 )
+
+
+def _gather_seconds(estimate: Estimate) -> dict[int, float]:
+    """Return what all gathers of each unit cost a step: what is exposed, and what they hold up beside it."""
+    moving: dict[int, float] = {}
+    for action, span in zip(estimate.step.actions, estimate.simulated.spans, strict=True):
+        if action.kind is ActionKind.ALL_GATHER:
+            moving[action.unit] = moving.get(action.unit, 0.0) + span.end_s - span.start_s
+    exposed = estimate.simulated.exposed_s
+    contention = estimate.costs.constants.contention
+    found = {}
+    for unit, seconds in moving.items():
+        exposed_s = exposed.get((ActionKind.ALL_GATHER, unit), 0.0)
+        found[unit] = exposed_s + contention * max(0.0, seconds - exposed_s)
+    return found
 
 
 def _rank(candidate: Candidate) -> tuple[Any, ...]:

@@ -15,7 +15,8 @@ from fullshard.plan.units import first_names
 from fullshard.plan.ways import GLOO, NCCL, PEER_MEMORY, Way
 from fullshard.plan.workload import Workload
 from fullshard.planning.calibration import CalibratedCosts
-from fullshard.planning.costs import Costs, Manner
+from fullshard.planning.costs import CostError, Costs, Manner
+from fullshard.planning.keeping import keeping
 from fullshard.planning.machines import Machine
 from fullshard.policies import MixedPrecisionPolicy
 
@@ -60,6 +61,7 @@ class TrainingSetup:
         steps; reduces_each: each of them reduces its gradients, not the last alone.
     precision: as `fully_shard` takes it. stored: dtype of the sharded parameters; None leaves it to the model.
     reshard_after_forward: as in `fully_shard`. unsharded: names of units that stay unsharded after forward.
+    keep_unsharded_nbytes: a budget of bytes for others that do, those that `keep_unsharded` chooses; 0 for none.
     checkpointing: of each unit: "none"; "full", which keeps its inputs alone; "selective", which keeps the outputs
         of attention and of every second matrix product as well.
     optimizer: one of `OPTIMIZERS`. is_fused: one kernel steps; else ``foreach``, torch's default on GPUs.
@@ -79,6 +81,7 @@ class TrainingSetup:
     stored: torch.dtype | None = None
     reshard_after_forward: Reshard = None
     unsharded: tuple[str, ...] = ()
+    keep_unsharded_nbytes: int = 0
     checkpointing: str = "none"
     optimizer: str = "adamw"
     is_fused: bool = False
@@ -106,14 +109,15 @@ class TrainingSetup:
 
     def _check_kinds(self) -> None:
         """Raise SetupError for values of another kind than the fields have."""
-        for name in ("ranks", "batch", "seq", "accumulation", "shard_size"):
+        numbers = {"ranks": 1, "batch": 1, "seq": 1, "accumulation": 1, "keep_unsharded_nbytes": 0}
+        for name, least in (*numbers.items(), ("shard_size", None)):
             value = getattr(self, name)
             if value is None and name == "shard_size":
                 continue
             if type(value) is not int:
                 raise SetupError(f"{name} is {value!r}: expected a whole number.")
-            if value < 1 and name != "shard_size":
-                raise SetupError(f"{name} is {value}: expected 1 or more.")
+            if least is not None and value < least:
+                raise SetupError(f"{name} is {value}: expected {least} or more.")
         for name, kind, hint in (
             ("machine", Machine, "a Machine, such as machine_named('H100-80GB-SXM')"),
             ("precision", MixedPrecisionPolicy, "a MixedPrecisionPolicy"),
@@ -191,7 +195,10 @@ class TrainingSetup:
         )
 
     def step_settings(self, workload: Workload | None) -> StepSettings:
-        """Return how the engine runs a step of a workload. Raises SetupError for units that it has not."""
+        """Return how the engine runs a step of a workload.
+
+        Raises SetupError for units that it has not, and ShardingError for a budget that holds none of them.
+        """
         reshard: Any = self.reshard_after_forward
         if self.unsharded and workload is not None:
             names = [unit.name for unit in workload.units]
@@ -209,7 +216,9 @@ class TrainingSetup:
             optimizer=self._optimizer_plan(workload),
         )
         settings.reshards(0, len(workload.units) if workload else 1)
-        return settings
+        if workload is None or not self.keep_unsharded_nbytes:
+            return settings
+        return keeping(workload, settings, self.keep_unsharded_nbytes)
 
     def _optimizer_plan(self, workload: Workload | None) -> OptimizerPlan:
         kind, size = OPTIMIZERS[self.optimizer], trained_dtype(workload).itemsize
@@ -226,6 +235,7 @@ class TrainingSetup:
         """Return the seconds of actions. Raises CostError for what the machine was not measured for."""
         if self.machine.figures is None:
             return Costs(self.machine, self.manner(workload))
+        self._check_measured()
         stored = trained_dtype(workload)
         return CalibratedCosts(
             self.machine,
@@ -234,6 +244,19 @@ class TrainingSetup:
             optimizer=self.optimizer + (" fused" if self.is_fused else ""),
             shard_size=self.shards,
         )
+
+    def _check_measured(self) -> None:
+        """Raise CostError for what no calibration measures."""
+        reshard, per_host = self.reshard_after_forward, self.machine.per_host
+        if self.shards < per_host:
+            what = f"Replicas: ranks that share parameters among all {per_host}"
+        elif self.offload != "none":
+            what = "Offloading: ranks on the CPU, which have all in the host's memory,"
+        elif not isinstance(reshard, bool | None) and not self.way.reads_in_place:
+            what = f"Gathers of smaller groups: those of all {per_host} ranks"
+        else:
+            return
+        raise CostError(f"{what} were measured, nothing else. Leave it out, or name a GPU.")
 
     def manner(self, workload: Workload) -> Manner:
         """Return how kernels run."""

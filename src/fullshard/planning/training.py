@@ -21,6 +21,7 @@ from fullshard.planning.alternatives import alternatives
 from fullshard.planning.calibration import CalibratedCosts
 from fullshard.planning.costs import CONTEXT_NBYTES, SPREAD, CostError, Costs
 from fullshard.planning.estimate import Estimate, estimate_step
+from fullshard.planning.keeping import keepable_units, kept_units
 from fullshard.planning.machines import Machine
 from fullshard.planning.setup import TrainingSetup
 from fullshard.planning.subject import Inputs, Model, Subject
@@ -37,7 +38,7 @@ class MemoryPlan:
 
     parts: by what it is used for, the largest first; they add up to `total_nbytes`. when: in words: "backward of layers.31".
     tensors_nbytes: of tensors alone, without the allocator's slack and the driver's context.
-    host_nbytes: of tensors in host memory, for each rank, where something is offloaded.
+    host_nbytes: of tensors in host memory, for each of `ranks_per_host` ranks, where something is offloaded.
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -46,6 +47,12 @@ class MemoryPlan:
     total_nbytes: int
     capacity_nbytes: int
     host_nbytes: int = 0
+    ranks_per_host: int = 1
+
+    @property
+    def per_host_nbytes(self) -> int:
+        """What all ranks of a host keep in its memory."""
+        return self.host_nbytes * self.ranks_per_host
 
     @property
     def needed_nbytes(self) -> int:
@@ -72,6 +79,28 @@ class TimePlan:
 
 
 @dataclasses.dataclass(frozen=True)
+class KeepingPlan:
+    """Units that stay unsharded from forward to backward within a budget of bytes, as `keep_unsharded` chooses them.
+
+    units: their names. nbytes: that they take on each rank. saved_s: by which a step is shorter than without them.
+    """
+
+    units: tuple[str, ...]
+    nbytes: int
+    budget_nbytes: int
+    saved_s: float
+
+    def __str__(self) -> str:
+        if not self.units:
+            return "no unit, as none is gathered again"
+        amounts = " of ".join(f"{n / _GIB:.2f}" for n in (self.nbytes, self.budget_nbytes))
+        return (
+            f"{len(self.units)}, {_ends(self.units)}; {amounts} GiB; a step takes {abs(self.saved_s) * 1e3:,.2f} ms "
+            f"{'less' if self.saved_s >= 0 else 'more'}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Suggestion:
     """A change that helps, in words, and what it saves a step and a rank; what it costs is negative.
 
@@ -91,6 +120,7 @@ class TrainingPlan:
     bound_by: what most of the step waits for: "compute", "memory traffic", "exchange", "all-gather",
         "reduce-scatter", "all-reduce", "optimizer", "host", "contention".
     suggestions: what to change first, the best first. estimate: the step, of at most three micro-batches.
+    kept: None without a budget for units that stay unsharded.
     """
 
     settings: dict[str, Any]
@@ -102,6 +132,7 @@ class TrainingPlan:
     bound_by: str
     suggestions: tuple[Suggestion, ...]
     estimate: Estimate = dataclasses.field(repr=False, compare=False)
+    kept: KeepingPlan | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as numbers and texts; names end in their unit."""
@@ -125,7 +156,7 @@ class TrainingPlan:
                 "capacity_nbytes": memory.capacity_nbytes,
                 "fits": memory.fits,
                 "in_host_memory_nbytes": memory.host_nbytes,
-                "in_host_memory_per_host_nbytes": memory.host_nbytes * self._ranks_of_a_host,
+                "in_host_memory_per_host_nbytes": memory.per_host_nbytes,
             },
             "time": {
                 "parts_s": dict(time.parts),
@@ -136,13 +167,9 @@ class TrainingPlan:
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
             "bound_by": self.bound_by,
+            "kept_unsharded": None if self.kept is None else dataclasses.asdict(self.kept),
             "suggestions": [dataclasses.asdict(each) for each in self.suggestions],
         }
-
-    @property
-    def _ranks_of_a_host(self) -> int:
-        ranks: int = self.settings["ranks"]
-        return min(ranks, self.machine.per_host)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -192,7 +219,20 @@ def planned(subject: Subject, setup: TrainingSetup) -> TrainingPlan:
         bound_by=_bound_by(time, step.estimate, workload, costs),
         suggestions=(),
         estimate=step.estimate,
+        kept=_kept(workload, setup, costs, time.step_s) if setup.keep_unsharded_nbytes else None,
     )
+
+
+def _kept(
+    workload: Workload, setup: TrainingSetup, costs: Costs | CalibratedCosts, step_s: float
+) -> KeepingPlan:
+    """Return which units stay. step_s: of a step with them."""
+    without = replace(setup, keep_unsharded_nbytes=0)
+    budget = setup.keep_unsharded_nbytes
+    units = kept_units(workload, without.step_settings(workload), budget)
+    saved_s = sum(plan_steps(workload, without, costs).parts.values()) - step_s
+    names, nbytes = tuple(unit.name for unit in units), sum(unit.nbytes for unit in units)
+    return KeepingPlan(names, nbytes, budget, saved_s)
 
 
 class PlannedSteps(NamedTuple):
@@ -232,7 +272,8 @@ def _suggestions(
     """Return what helps: what makes it fit, or, if it does, what is faster and fits; else what takes less memory."""
     tokens = setup.batch * setup.accumulation
     found: list[tuple[bool, Suggestion]] = []
-    for other in alternatives(setup, takes_batch=subject.takes_batch):
+    room_nbytes = _room_nbytes(plan)
+    for other in alternatives(setup, takes_batch=subject.takes_batch, room_nbytes=room_nbytes):
         say(other.text)
         try:
             made = planned(subject, other.setup)
@@ -256,6 +297,15 @@ def _suggestions(
             useful = [each for _, each in found if each.saved_nbytes > 0]
             useful.sort(key=lambda each: -each.saved_nbytes)
     return tuple(useful[:_MOST_SUGGESTED])
+
+
+def _room_nbytes(plan: TrainingPlan) -> int:
+    """Return the bytes that are left for units to stay unsharded; 0 if no unit fits, or all of them."""
+    estimate, free = plan.estimate, plan.memory.capacity_nbytes - plan.memory.total_nbytes
+    units = keepable_units(estimate.workload, estimate.settings)
+    sizes = [unit.nbytes for unit in units if unit.may_stay]
+    room = int(free / estimate.costs.constants.reserved)
+    return room if sizes and min(sizes) <= room < sum(sizes) else 0
 
 
 # Memory
@@ -295,6 +345,7 @@ def _memory(
         sum(parts.values()),
         capacity,
         estimate.host_nbytes,
+        min(setup.ranks, setup.machine.per_host),
     )
 
 
@@ -448,6 +499,7 @@ def _lines(plan: TrainingPlan) -> list[str]:
         f"sharded over {settings['shard_size']}",
         *_joined_by(plan),
         _units(settings["units"]),
+        *([f"kept unsharded: {plan.kept}"] if plan.kept else []),
         *(
             ["Adafactor: DTensors, so fully_shard, refuse it with an error"]
             if settings["optimizer"] == "adafactor"
@@ -458,7 +510,7 @@ def _lines(plan: TrainingPlan) -> list[str]:
         *(_amount(name, n / size, unit) for name, n in memory.parts if n >= 0.005 * size),
         _amount("in all", memory.total_nbytes / size, unit)
         + f" of {memory.capacity_nbytes / size:,.1f}: {verdict}",
-        *_on_host(plan, size, unit),
+        *_on_host(memory, size, unit),
         "",
         "Time of a step",
         *(
@@ -492,13 +544,12 @@ def _joined_by(plan: TrainingPlan) -> list[str]:
     return [text]
 
 
-def _on_host(plan: TrainingPlan, size: int, unit: str) -> list[str]:
-    nbytes, ranks = plan.memory.host_nbytes, plan._ranks_of_a_host
-    if not nbytes:
+def _on_host(memory: MemoryPlan, size: int, unit: str) -> list[str]:
+    if not memory.host_nbytes:
         return []
     return [
-        _amount("host memory of a rank", nbytes / size, unit),
-        _amount(f"of {ranks} on a host", ranks * nbytes / size, unit),
+        _amount("host memory of a rank", memory.host_nbytes / size, unit),
+        _amount(f"of {memory.ranks_per_host} on a host", memory.per_host_nbytes / size, unit),
     ]
 
 
@@ -506,8 +557,11 @@ def _units(names: Sequence[str]) -> str:
     """Return how many units there are beside the root, and the names of the first and the last."""
     if not names:
         return "1 unit, the root, which is gathered whole: name units to shard by (units=, --units)"
-    ends = " ... ".join(dict.fromkeys(_tail_of(name) for name in (names[0], names[-1])))
-    return f"{len(names) + 1} units: the root, {ends}"
+    return f"{len(names) + 1} units: the root, {_ends(names)}"
+
+
+def _ends(names: Sequence[str]) -> str:
+    return " ... ".join(dict.fromkeys(_tail_of(name) for name in (names[0], names[-1])))
 
 
 def _tail_of(name: str) -> str:

@@ -157,7 +157,15 @@ def _planned(options: PlanOptions, progress: Callable[[str], None]) -> _Made:
 
 
 # What a search chooses.
-_SEARCHED = ("reduce_last", "shard_size", "reshard", "unsharded", "checkpointing", "offload")
+_SEARCHED = (
+    "reduce_last",
+    "shard_size",
+    "reshard",
+    "unsharded",
+    "keep_unsharded",
+    "checkpointing",
+    "offload",
+)
 
 
 def _searched(options: PlanOptions, progress: Callable[[str], None]) -> _Made:

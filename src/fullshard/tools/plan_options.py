@@ -144,6 +144,12 @@ class PlanOptions:
     unsharded: str | None = option_field(
         None, "Units that stay unsharded after forward.", panel=_TRAINING, metavar="PATH,..."
     )
+    keep_unsharded: str = option_field(
+        "",
+        "Others that stay, as many as so many bytes hold, such as 4GiB: those that keep_unsharded chooses.",
+        panel=_TRAINING,
+        metavar="SIZE",
+    )
     dtype: str = option_field(
         "bf16", "Of computing.", panel=_TRAINING, metavar="|".join(DTYPES), values=tuple(DTYPES)
     )
@@ -320,6 +326,7 @@ class PlanOptions:
             stored=dtypes["param_dtype"],
             reshard_after_forward=self._reshard(),
             unsharded=() if self.unsharded is None else tuple(self.unsharded.split(",")),
+            keep_unsharded_nbytes=round(self._number("keep_unsharded", "bytes")),
             checkpointing=self.checkpointing,
             optimizer=self.optimizer,
             is_fused=self.fused,
