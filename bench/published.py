@@ -5,7 +5,7 @@
     python -m bench.published RUNS.csv --pictures docs/images
 
 The step of a run is simulated once. While constants are fitted, the share of its communication that is exposed stays
-as it was; the scores are of full predictions again. Needs scipy (`pip install "fullshard[bench]"`).
+as it was; the scores are of full predictions again. Constants of the allocator are means. Needs scipy (`pip install "fullshard[bench]"`).
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from fullshard.plan.actions import ActionKind
 from fullshard.plan.workload import Work
-from fullshard.planning.costs import FITTED, SPREAD, Constants, Costs
+from fullshard.planning.costs import CONTEXT_NBYTES, FITTED, SPREAD, Constants, Costs
 from fullshard.planning.published import (
     PublishedRun,
     UnsupportedRowError,
@@ -46,6 +46,7 @@ SPREADS = {
     "network": 0.15,
     "contention": 0.3,
 }
+OF_MEMORY = ("reserved", "reserved_growing", "device")
 # An error from which on it counts less: sources of one configuration differ by as much.
 LOUD = 0.07
 
@@ -172,6 +173,45 @@ def fit(prepared: Sequence[Prepared]) -> Constants:
         for f in dataclasses.fields(Constants)
     }
     return Constants(**rounded)
+
+
+class Held(NamedTuple):
+    """A row's measured bytes and those of an allocator's pools, and the constant between them; "allocated" has none."""
+
+    source: str
+    constant: str
+    measured: float
+    pooled: float
+
+
+def held_by(rows: Sequence[Row]) -> list[Held]:
+    """Return what rows hold. The driver's context is in neither."""
+    plain = dataclasses.replace(FITTED, **dict.fromkeys(OF_MEMORY, 1.0))
+    found = []
+    for row in rows:
+        if row.peak_gib:
+            constant = published_run(row.values).held_as
+            context = CONTEXT_NBYTES if constant == "device" else 0
+            pooled = predict_row(row.values, plain).peak_nbytes
+            measured = row.peak_gib * GIB
+            found.append(Held(row.source, constant, measured - context, pooled - context))
+    return found
+
+
+def fit_memory(held: Sequence[Held]) -> dict[str, float]:
+    """Return what is measured over what pools hold, by constant: geometric means of the middle eight tenths.
+
+    A constant that no row determines stays.
+    """
+    ratios: dict[str, list[float]] = collections.defaultdict(list)
+    for each in held:
+        ratios[each.constant].append(each.measured / each.pooled)
+    found = {name: getattr(FITTED, name) for name in OF_MEMORY} | {"allocated": 1.0}
+    for name in OF_MEMORY:
+        outer = len(ratios[name]) // 10
+        if middle := sorted(ratios[name])[outer : len(ratios[name]) - outer]:
+            found[name] = statistics.geometric_mean(middle)
+    return found
 
 
 class Score(NamedTuple):
@@ -303,6 +343,18 @@ def leave_one_out(prepared: Sequence[Prepared]) -> list[tuple[float, float]]:
     return pairs
 
 
+def leave_one_out_of_memory(held: Sequence[Held]) -> list[tuple[float, float]]:
+    """Predict the memory of each source's rows with constants of the others."""
+    pairs = []
+    for source in sorted({each.source for each in held}):
+        constants = fit_memory([each for each in held if each.source != source])
+        own = [each for each in held if each.source == source]
+        found = [(each.pooled * constants[each.constant], each.measured) for each in own]
+        print(f"  without {source}: peak memory {score(found, 0.15)}")
+        pairs += found
+    return pairs
+
+
 def draw(rows: Sequence[Row], folder: Path) -> None:
     """Draw predicted against measured, by system and by hardware."""
     pyplot = importlib.import_module("matplotlib.pyplot")
@@ -369,6 +421,10 @@ def main() -> None:
         print(
             f"each source with constants of the others: {score(pairs, 0.3)}; spread {low:.3f} to {high:.3f}"
         )
+        held = held_by(rows)
+        print(f"fitted on all: {fit_memory(held)}")
+        pairs = leave_one_out_of_memory(held)
+        print(f"each source with constants of the others: peak memory {score(pairs, 0.15)}")
     print_scores(rows)
     if arguments.pictures:
         draw(rows, arguments.pictures)

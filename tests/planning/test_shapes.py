@@ -7,10 +7,14 @@ import torch
 
 from fullshard.models.llama import Llama
 from fullshard.models.sizes import LlamaConfig
+from fullshard.plan.actions import Holding
+from fullshard.plan.simulator import StepMemory, follow_memory
 from fullshard.plan.step import StepSettings, plan_step
 from fullshard.plan.unit_plan import Sharding
 from fullshard.plan.ways import NCCL
 from fullshard.plan.workload import Run, WorkKind, Workload
+from fullshard.planning.pools import pooled_nbytes
+from fullshard.planning.recomputing import recompute
 from fullshard.planning.shapes import (
     EAGER,
     EAGER_GELU,
@@ -21,7 +25,7 @@ from fullshard.planning.shapes import (
     TransformerShape,
     shape_workload,
 )
-from fullshard.planning.traced import token_example, trace_workload
+from fullshard.planning.traced import TraceOptions, token_example, trace_workload
 
 LLAMA_8B = TransformerShape(32, 4096, 32, 8, 14336, 128_256, 128)
 SMALL = LlamaConfig(512, 128, 384, 4, 4, 2)
@@ -56,6 +60,40 @@ def test_products_are_those_of_the_module() -> None:
     assert sum(s.numel for u in shaped.units for s in u.params) == sum(
         s.numel for u in traced.units for s in u.params
     )
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_bytes_are_about_those_of_the_module(checkpointing: str) -> None:
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(32_000, 4096, 11_008, 2, 32, 8)).to(torch.bfloat16)
+    recompute(model.model.layers, checkpointing)
+    traced = trace_workload(
+        model, token_example(model, batch=2, seq=4096), options=TraceOptions(attends_as_gpu=True)
+    )
+    shaped = shape_workload(
+        TransformerShape(2, 4096, 32, 8, 11_008, 32_000, 128),
+        MicroBatch(2, 4096, checkpointing, param_dtype=torch.bfloat16),
+    )
+    settings = StepSettings(Sharding(8, NCCL), has_streams=True)
+    peaks = [follow_memory(plan_step(each, settings)).peak_nbytes for each in (shaped, traced)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.1)
+
+
+def test_pools_of_streams_add_up_though_they_peak_one_after_the_other() -> None:
+    order = list(Holding)
+
+    def levels(**nbytes: int) -> tuple[int, ...]:
+        return tuple(nbytes.get(holding.name, 0) for holding in order)
+
+    memory = StepMemory(
+        levels=(levels(ACTIVATIONS=9), levels(ACTIVATIONS=2, GRADIENT_SHARDS=5)),
+        highest=(10, 8),
+        peak_nbytes=10,
+        peak_action=0,
+        at_peak=(),
+    )
+    assert pooled_nbytes(memory, ()) == 10
+    assert pooled_nbytes(memory, (Holding.GRADIENT_SHARDS,)) == 10 + 5
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])

@@ -29,7 +29,9 @@ class Constants:
     power: of the nominal rate that parts with less power reach.
     network: of the rate between hosts.
     contention: seconds by which computing takes longer for each second of communication beside it.
-    reserved: bytes that an allocator has for each byte that it has given out, at the peak.
+    reserved: bytes that an allocator has for each byte that its pools have given out at their peaks.
+    reserved_growing: the same where segments grow in place ("expandable segments" of PyTorch).
+    device: of which the driver says that they are in use, for each such byte.
     """
 
     matmul: float = 1.02
@@ -41,7 +43,9 @@ class Constants:
     power: float = 0.928
     network: float = 0.783
     contention: float = 0.4
-    reserved: float = 1.12
+    reserved: float = 1.13
+    reserved_growing: float = 1.03
+    device: float = 1.35
 
 
 FITTED = Constants()

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from fullshard.errors import FullshardError
-from fullshard.plan.actions import ActionKind
+from fullshard.plan.actions import ActionKind, Holding
+from fullshard.plan.simulator import StepMemory
 from fullshard.plan.step import OptimizerPlan, StepSettings
 from fullshard.plan.unit_plan import Sharding
 from fullshard.plan.ways import NCCL
@@ -23,13 +24,20 @@ from fullshard.plan.workload import Workload
 from fullshard.planning.costs import CONTEXT_NBYTES, FITTED, SPREAD, Constants, Costs, Manner
 from fullshard.planning.estimate import Estimate, estimate_step
 from fullshard.planning.machines import GPUS, Machine, MachineError, machine_named
+from fullshard.planning.pools import pooled_nbytes
 from fullshard.planning.setup import OPTIMIZERS, Optimizer
 from fullshard.planning.shapes import (
+    CHUNKED_LOSS,
+    COMPILED_LOSS,
     EAGER,
     EAGER_GELU,
+    FLASH_GPT_LOSS,
     FLASH_LOSS,
     FUSED,
+    PARALLEL_LOSS,
+    RETURNED_LOSS,
     TRITON_LOSS,
+    WHOLE_LOSS,
     Experts,
     Kernels,
     MicroBatch,
@@ -59,6 +67,12 @@ _STORED = ("fp32", "bf16", "fp16")
 _YES_NO = ("yes", "no")
 _COMPILED = ("simplefsdp", "jax_fsdp", "megatron_fsdp", "thunder_fsdp", "yafsdp")
 _SHARDED = ("full", "hybrid", "grad_op")
+_FUSED_STEP = ("fsdp2", "simplefsdp")  # programs of their time step with one kernel
+# No row says when a program ran, but a GPU says a time before which it did not. Programs for these compile the loss
+# where they compile the model, as torchtitan does since January 2025, and let their allocator's segments grow.
+_LATER = frozenset(
+    ("H100-96GB", "H200-141GB-SXM", "B200", "B200-power-limited", "GB200", "GB300", "MI300X")
+)
 
 
 class RunsError(FullshardError, ValueError):
@@ -70,7 +84,11 @@ class UnsupportedRowError(FullshardError, ValueError):
 
 
 class PublishedRun(NamedTuple):
-    """A row, translated: what runs on what, how. `micro_batches`: forwards and backwards a step."""
+    """A row, translated: what runs on what, how.
+
+    micro_batches: forwards and backwards a step. held_as: what its memory counts: "allocated" tensors, or a constant's
+    name, by which an allocator's pools are multiplied.
+    """
 
     shape: TransformerShape
     batch: MicroBatch
@@ -80,7 +98,7 @@ class PublishedRun(NamedTuple):
     micro_batches: int
     manner: Manner
     pipeline: int
-    is_allocated: bool
+    held_as: str
     system: str
     offload: str = "none"
     assumed: tuple[str, ...] = ()
@@ -184,6 +202,8 @@ def published_run(values: Mapping[str, str]) -> PublishedRun:
         not row.text("compile") and row.text("system") in _COMPILED
     )
     master = _master(row)
+    # FlashAttention takes 16 bits alone. Where nobody says that parameters are, something casts around it.
+    autocasts = is_flat and row.text("attention") == "flash" and not row.text("param_dtype")
     settings = dataclasses.replace(
         _settings(row, num_gpus // divided, master, is_flat=is_flat),
         num_microbatches=min(row.integer("grad_accum", 1), 2),
@@ -192,13 +212,15 @@ def published_run(values: Mapping[str, str]) -> PublishedRun:
         sequences=row.integer("micro_batch_per_gpu", 1, tells=True),
         seq=row.integer("seq_len", 4096, tells=True),
         checkpointing=row.text("act_ckpt", "unknown"),
-        kernels=_kernels(row, shape, is_fused=is_fused),
+        kernels=_kernels(row, shape, is_fused=is_fused, autocasts=autocasts),
         matmul_dtype="float8_e4m3fn" if row.text("fp8") == "yes" else "bfloat16",
         param_dtype=master,
         lora_rank=8 if is_lora else 0,
         has_outer_units=row.text("system") in ("fsdp2", "simplefsdp"),
         # FSDP1 with frozen weights: seen in every run of it.
         has_two_recomputed=is_lora and is_flat and settings.sharding.shard_size > 1,
+        autocasts=autocasts,
+        keeps_cache=autocasts,  # a model of Transformers returns it unless it is the one that recomputes
         parts=parts,
     )
     return PublishedRun(
@@ -212,7 +234,7 @@ def published_run(values: Mapping[str, str]) -> PublishedRun:
             row, parts, settings.sharding.shard_size, is_fused=is_fused, is_flat=is_flat
         ),
         pipeline=parts.pipeline,
-        is_allocated=row.text("mem_kind") == "allocated",
+        held_as=_held_as(row),
         system=row.text("system"),
         offload="none" if row.text("offload", "none") == "none" else "params",
         assumed=tuple(row.assumed),
@@ -262,21 +284,41 @@ def _manner(row: _Row, parts: Parts, shard_size: int, *, is_fused: bool, is_flat
         copied=0.0 if is_flat else 4.0,
         # Of PyTorch's engine, measured by `bench/host.py`; DeepSpeed's hooks are Python of every module.
         unit_s=8e-3 if row.text("system") == "zero3" else 1.3e-3,
-        optimizer_nbytes=kind.num_passed * 4 * kind.foreach_share,
+        optimizer_nbytes=kind.num_passed
+        * 4
+        * (1 if row.text("system") in _FUSED_STEP else kind.foreach_share),
         stride=parts.tensor,
         replica_stride=parts.tensor * shard_size,
     )
 
 
-def _kernels(row: _Row, shape: TransformerShape, *, is_fused: bool) -> Kernels:
-    if is_fused:
-        return FUSED
-    kernels = EAGER if shape.gated_mlp else EAGER_GELU
-    # Whoever installs a package for attention takes its loss as well.
-    loss = {"flash": FLASH_LOSS, "triton": TRITON_LOSS}.get(
-        row.text("attention"), kernels.loss_peak
-    )
-    return dataclasses.replace(kernels, loss_peak=loss)
+def _held_as(row: _Row) -> str:
+    kind, gpu = row.text("mem_kind", "reserved"), row.text("gpu")
+    if kind == "reserved" and gpu in _LATER and gpu != "MI300X":  # ROCm's cannot grow
+        return "reserved_growing"
+    return "device" if kind == "unknown" else kind
+
+
+def _kernels(row: _Row, shape: TransformerShape, *, is_fused: bool, autocasts: bool) -> Kernels:
+    system, attention = row.text("system"), row.text("attention")
+    loss = WHOLE_LOSS
+    if system == "fsdp2" and "train" in row.notes:
+        loss = CHUNKED_LOSS  # as programs for fine-tuning do, whose vocabulary is large for their batches
+    elif system == "fsdp2" and is_fused and row.text("gpu") in _LATER:
+        loss = COMPILED_LOSS
+    elif row.integer("tp", 1) > 1:
+        loss = PARALLEL_LOSS
+    elif autocasts:
+        loss = RETURNED_LOSS
+    elif not is_fused:
+        # Models of the time of FSDP1 return logits. Whoever installs a package for attention takes its loss as well.
+        usual = RETURNED_LOSS if system == "fsdp1" else WHOLE_LOSS
+        flash = FLASH_LOSS if shape.gated_mlp else FLASH_GPT_LOSS
+        loss = {"flash": flash, "triton": TRITON_LOSS}.get(attention, usual)
+    kernels = FUSED if is_fused else EAGER if shape.gated_mlp else EAGER_GELU
+    if system == "thunder_fsdp":  # fuses what runs, and keeps what single operators keep
+        kernels = dataclasses.replace(kernels, norm_kept=EAGER.norm_kept, gate_kept=EAGER.gate_kept)
+    return dataclasses.replace(kernels, loss=loss)
 
 
 def _shape(row: _Row) -> TransformerShape:
@@ -306,7 +348,7 @@ def _shape(row: _Row) -> TransformerShape:
     given = row.notes.get("head_dim")
     head_dim = round(_positive("head_dim=", given)) if given else max(1, hidden // heads)
     head_dim = 128 if latent else head_dim
-    return TransformerShape(
+    shape = TransformerShape(
         num_layers=row.integer("num_layers"),
         hidden=hidden,
         num_heads=heads,
@@ -319,6 +361,11 @@ def _shape(row: _Row) -> TransformerShape:
         kv_lora_rank=round(_positive("kv_lora_rank", latent)) if latent else 0,
         experts=experts,
     )
+    gated = dataclasses.replace(shape, gated_mlp=True)
+    params = row.number("params_b", shape.num_params / 1e9) * 1e9
+    # Where three matrices make the number of parameters that is given, and two do not, there are three.
+    is_gated = abs(gated.num_params / params - 1) < 0.02 < abs(shape.num_params / params - 1)
+    return gated if is_gated else shape
 
 
 def _assignments(text: str) -> Iterator[tuple[str, str]]:
@@ -385,7 +432,8 @@ def _settings(row: _Row, ranks: int, master: torch.dtype, *, is_flat: bool) -> S
         reshard_after_forward=False if sharding == "grad_op" else None,
         reduces_each=sharding in _SHARDED,
         optimizer=OptimizerPlan(
-            nbytes_per_element=math.ceil(state / owners), peak_per_element=master.itemsize
+            nbytes_per_element=math.ceil(state / owners),
+            peak_per_element=0 if row.text("system") in _FUSED_STEP else master.itemsize,
         ),
     )
 
@@ -413,23 +461,37 @@ def predict_row(values: Mapping[str, str], constants: Constants = FITTED) -> Pre
 
     Where nobody says what is recomputed, memory is that of the least with which the step fits. Its time then is at
     most that of selective recomputation: who publishes a speed and trains larger models than fit has other means.
+    Where it fits without its logits alone, the peak is without them, since so it was if it ran.
     """
     run = published_run(values)
     if run.batch.checkpointing != "unknown":
-        return dataclasses.replace(_predict(run, constants), reason="; ".join(run.assumed))
-    found = {}
+        return _without_logits(run, _predict(run, constants), run.assumed, constants)
+    tried = {}
     for checkpointing in ("none", "selective", "full"):
         batch = dataclasses.replace(run.batch, checkpointing=checkpointing)
-        found[checkpointing] = _predict(run._replace(batch=batch), constants)
-        if found[checkpointing].fits:
+        tried[checkpointing] = _predict(run._replace(batch=batch), constants)
+        if tried[checkpointing].fits:
             break
-    timed = min(found.values(), key=lambda each: (each is not found.get("selective"), each.step_s))
-    return dataclasses.replace(
-        found[checkpointing],
-        step_s=timed.step_s,
-        tokens_per_s=timed.tokens_per_s,
-        reason="; ".join((*run.assumed, f"act_ckpt is not given: took {checkpointing}")),
+    timed = min(tried.values(), key=lambda each: (each is not tried.get("selective"), each.step_s))
+    found = dataclasses.replace(
+        tried[checkpointing], step_s=timed.step_s, tokens_per_s=timed.tokens_per_s
     )
+    reason = (*run.assumed, f"act_ckpt is not given: took {checkpointing}")
+    return _without_logits(run._replace(batch=batch), found, reason, constants)
+
+
+def _without_logits(
+    run: PublishedRun, found: Prediction, reason: tuple[str, ...], constants: Constants
+) -> Prediction:
+    """Return a prediction with its reason, and the peak of a loss in parts if it fits with that alone."""
+    if not found.fits:
+        kernels = dataclasses.replace(run.batch.kernels, loss=CHUNKED_LOSS)
+        batch = dataclasses.replace(run.batch, kernels=kernels)
+        tried = _predict(run._replace(batch=batch), constants)
+        if tried.fits:
+            found = dataclasses.replace(found, peak_nbytes=tried.peak_nbytes)
+            reason = (*reason, "does not fit with all logits at once: the peak is that without")
+    return dataclasses.replace(found, reason="; ".join(reason))
 
 
 def estimate_run(run: PublishedRun, constants: Constants = FITTED) -> tuple[Workload, Estimate]:
@@ -444,14 +506,19 @@ def _predict(run: PublishedRun, constants: Constants) -> Prediction:
     workload, estimate = estimate_run(run, constants)
     passes = (estimate.step_s - estimate.optimizer_s) / run.settings.num_microbatches
     step_s = (estimate.optimizer_s + passes * run.micro_batches) * run.bubble
-    tensors = estimate.memory.peak_nbytes + _of_other_engines(run)
-    reserved = constants.reserved * tensors + _stream_nbytes(run, workload)
+    more = _of_other_engines(run, estimate.memory)
+    tensors = estimate.memory.peak_nbytes + more
+    pooled = _pooled_nbytes(run, workload, estimate.memory) + more
+    peak = tensors
+    if run.held_as != "allocated":
+        peak = pooled * getattr(constants, run.held_as)
+        peak += CONTEXT_NBYTES if run.held_as == "device" else 0
     tokens = run.batch.sequences * run.batch.seq * run.micro_batches
     sharing = run.batch.parts.tensor * run.batch.parts.pipeline * run.batch.parts.context
     # Before it fails, an allocator gives back what it only keeps.
-    needed = tensors + _stream_nbytes(run, workload) + CONTEXT_NBYTES
+    needed = tensors + _gathered_nbytes(run, workload) + CONTEXT_NBYTES
     return Prediction(
-        peak_nbytes=tensors if run.is_allocated else reserved,
+        peak_nbytes=peak,
         needed_nbytes=needed,
         step_s=step_s,
         tokens_per_s=tokens / step_s / sharing,
@@ -468,20 +535,38 @@ def _resharding(settings: StepSettings, workload: Workload) -> StepSettings:
     return dataclasses.replace(settings, reshard_after_forward=options)
 
 
-def _of_other_engines(run: PublishedRun) -> float:
-    """Return bytes of tensors that ZeRO-3 of DeepSpeed has, and ours not: shards in bfloat16 beside those in float32."""
+def _of_other_engines(run: PublishedRun, memory: StepMemory) -> float:
+    """Return bytes of tensors that ZeRO-3 of DeepSpeed has, and ours not.
+
+    Shards in bfloat16 beside those in float32; a bucket of gradients; and parameters that are used again soon, so
+    stay gathered. The latter by its defaults: `reduce_bucket_size`, `stage3_max_reuse_distance`.
+    """
     if run.system != "zero3":
         return 0.0
-    return 2.0 * run.shape.num_params / run.settings.sharding.shard_size
+    num_params = run.shape.num_params
+    gathered = max(0.0, 2 * min(num_params, 1e9) - memory.at_peak_of(Holding.UNSHARDED))
+    return 2 * num_params / run.settings.sharding.shard_size + 2 * 5e8 + gathered
 
 
-def _stream_nbytes(run: PublishedRun, workload: Workload) -> float:
-    """Return bytes of buffers that engines with copies have on streams of their own, whose memory nothing else uses."""
-    sharding = run.settings.sharding
-    if not run.manner.copied or sharding.shard_size == 1:
+def _pooled_nbytes(run: PublishedRun, workload: Workload, memory: StepMemory) -> float:
+    """Return the bytes of an allocator's pools, each at its peak, as PyTorch's engines fill them.
+
+    Both reduce gradients on a stream, where the shards' stay. FSDP1 gathers into parameters on another, FSDP2 into
+    buffers. Compiled ones have one stream.
+    """
+    if run.settings.sharding.shard_size == 1 or run.system not in ("fsdp1", "fsdp2"):
+        return memory.peak_nbytes
+    aside = [Holding.GRADIENT_SHARDS]
+    aside += [Holding.UNSHARDED] if run.settings.sharding.is_flat else []
+    return pooled_nbytes(memory, aside) + _gathered_nbytes(run, workload)
+
+
+def _gathered_nbytes(run: PublishedRun, workload: Workload) -> float:
+    """Return the bytes of the two buffers from which FSDP2 copies parameters: a layer's, after the largest unit's."""
+    if run.system != "fsdp2" or run.settings.sharding.shard_size == 1:
         return 0.0
-    itemsize = 2 + (sharding.reduce_dtype.itemsize if sharding.reduce_dtype is not None else 2)
-    return max(sum(s.numel for s in unit.params) for unit in workload.units) * itemsize
+    sizes = [sum(s.numel * s.compute_dtype.itemsize for s in u.params) for u in workload.units]
+    return max(sizes) + sizes[1]
 
 
 COLUMNS = (

@@ -150,14 +150,37 @@ def _matrices(shape: TransformerShape, layer: int) -> tuple[Matrix, ...]:
 _ROTARY = 64
 
 
+class Loss(NamedTuple):
+    """Bytes that exist for each element of the logits: kept from forward to backward, and the most at once, in backward."""
+
+    kept: float
+    peak: float
+
+
+# The log-softmax in float32; in backward its gradient and that of its input.
+WHOLE_LOSS = Loss(4.0, 12.0)
+# The same of logits that tensor parallelism divides: single operators make their gradient, and in 16 bits they stay.
+PARALLEL_LOSS = Loss(4.0, 18.0)
+# The logits in 16 bits, and their gradient.
+COMPILED_LOSS = Loss(2.0, 4.0)
+# Of programs that install kernels: FlashAttention brings one for the loss too (8), which many leave (12); a GPT keeps its
+# logits in 16 bits. Those in Triton compute in place.
+FLASH_LOSS, FLASH_GPT_LOSS, TRITON_LOSS = Loss(4.0, 9.5), Loss(2.0, 7.5), Loss(2.0, 4.0)
+# The first, where the model returns its logits in float32: they stay.
+RETURNED_LOSS = Loss(8.0, 16.0)
+# In parts, with the last layer. Of a usual size a part is a small one of all logits.
+CHUNKED_LOSS = Loss(0.0, 1.0)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernels:
     """How the part of a layer that is no matrix product is written: bytes an element, in bfloat16.
 
     moved: read and written by a forward; a backward moves twice as much. kept: for backward.
     norm, residual: of the hidden size. rotary: of queries and keys. gate: of the width of the MLP.
-    loss_moved: an element of the logits, in forward and backward together. loss_peak: the most that exists of
-    them at once. num_launched: kernels of a layer's forward that are no matrix product.
+    loss_moved: an element of the logits, in forward and backward together.
+    num_launched: kernels of a layer's forward that are no matrix product.
+    keeps_unread: recomputation that keeps a product keeps it though no backward reads it, as the last one of a layer.
     """
 
     norm_moved: float
@@ -167,20 +190,21 @@ class Kernels:
     gate_moved: float
     gate_kept: float
     loss_moved: float
-    loss_peak: float
+    loss: Loss
     num_launched: int
+    keeps_unread: bool = True
 
 
-# Every operator of its own, norms in float32, the loss on logits in float32.
+# Every operator of its own, norms in float32, the loss on logits in float32: their log-softmax, and two gradients.
 EAGER = Kernels(
     norm_moved=30.0,
-    norm_kept=4.0,
+    norm_kept=6.0,
     residual_moved=6.0,
     rotary_moved=20.0,
     gate_moved=10.0,
     gate_kept=6.0,
     loss_moved=40.0,
-    loss_peak=14.0,
+    loss=WHOLE_LOSS,
     num_launched=30,
 )
 # The same with layer norms, which are one kernel, no rotary positions, and a GELU.
@@ -192,7 +216,7 @@ EAGER_GELU = Kernels(
     gate_moved=4.0,
     gate_kept=2.0,
     loss_moved=40.0,
-    loss_peak=14.0,
+    loss=WHOLE_LOSS,
     num_launched=12,
 )
 # Neighbours in one kernel, as a compiler makes them.
@@ -204,11 +228,10 @@ FUSED = Kernels(
     gate_moved=6.0,
     gate_kept=4.0,
     loss_moved=16.0,
-    loss_peak=8.0,
+    loss=COMPILED_LOSS,
     num_launched=8,
+    keeps_unread=False,
 )
-# `loss_peak` of packages that bring kernels for the loss: FlashAttention's, and in place as with those in Triton.
-FLASH_LOSS, TRITON_LOSS = 8.0, 4.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -236,7 +259,8 @@ class MicroBatch:
     param_dtype: of the stored parameters. lora_rank: of adapters on attention's projections; 0 trains all
     weights. has_mask: attention computes half of its square. has_outer_units: embedding and head are units, and not
     the root's, unless they share a matrix. has_two_recomputed: while a layer's backward runs, the one before is
-    computed again.
+    computed again. autocasts: parameters are gathered in float32, and layers pass that on. keeps_cache: keys and values
+    stay until the loss is there, as of a decoder that returns them.
     """
 
     sequences: int
@@ -249,12 +273,19 @@ class MicroBatch:
     has_mask: bool = True
     has_outer_units: bool = False
     has_two_recomputed: bool = False
+    autocasts: bool = False
+    keeps_cache: bool = False
     parts: Parts = Parts()
 
     @property
     def tokens(self) -> float:
         """Tokens of a rank; with context parallelism its part of them."""
         return self.sequences * self.seq / self.parts.context
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element that one layer passes to the next."""
+        return 4 if self.autocasts else 2
 
 
 def shape_workload(shape: TransformerShape, batch: MicroBatch) -> Workload:
@@ -315,8 +346,9 @@ def _held_experts(shape: TransformerShape, batch: MicroBatch, num_layers: int) -
 
 
 def _param(name: str, rows: int, columns: int, batch: MicroBatch, *, trains: bool) -> ParamSpec:
-    dtype = batch.param_dtype if trains else torch.bfloat16
-    return ParamSpec(name, (max(1, rows), columns), dtype, torch.bfloat16, 0, trains)
+    dtype = batch.param_dtype if trains or batch.autocasts else torch.bfloat16
+    computes_in = torch.float32 if batch.autocasts else torch.bfloat16
+    return ParamSpec(name, (max(1, rows), columns), dtype, computes_in, 0, trains)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -385,7 +417,7 @@ def _products(shape: TransformerShape, batch: MicroBatch, layer: int) -> list[_P
 @functools.lru_cache(maxsize=4096)
 def _block(shape: TransformerShape, batch: MicroBatch, layer: int) -> Stretch:
     """Return what one layer computes and keeps; see `MicroBatch` for what recomputation leaves."""
-    tokens, tensor, kernels = batch.tokens, batch.parts.tensor, batch.kernels
+    tokens, tensor = batch.tokens, batch.parts.tensor
     products = _products(shape, batch, layer)
     dtype, trains = batch.matmul_dtype, not batch.lora_rank
     multiply = [
@@ -405,7 +437,7 @@ def _block(shape: TransformerShape, batch: MicroBatch, layer: int) -> Stretch:
     attention = _attention(shape, batch)
     moved, kept = _elementwise(shape, batch, layer)
     exchanged = _exchanges(shape, batch, layer)
-    hidden_nbytes = 2 * tokens * shape.hidden / tensor
+    hidden_nbytes = batch.itemsize * tokens * shape.hidden / tensor
     forward = (*multiply, *adapters, attention, moved, *exchanged)
     backward = (
         *exchanged,
@@ -421,29 +453,36 @@ def _block(shape: TransformerShape, batch: MicroBatch, layer: int) -> Stretch:
         recomputed, saved, brought_back = forward, hidden_nbytes, kept
     elif batch.checkpointing == "selective":
         recomputed = (*multiply[1::2], *adapters, moved, *exchanged)
-        saved = hidden_nbytes + 2 * sum(p.tokens * p.rows * p.num for p in products[::2])
+        kept_products = [
+            p for p in products[::2] if batch.kernels.keeps_unread or p != products[-1]
+        ]
+        saved = hidden_nbytes + 2 * sum(p.tokens * p.rows * p.num for p in kept_products)
+        saved += 2 * hidden_nbytes if tensor > 1 else 0  # what reduce-scatters return
         saved += _attention_kept(shape, batch)
+        if batch.parts.expert > 1 and shape.experts is not None:
+            saved += 2 * hidden_nbytes * shape.experts.top_k  # tokens that came, and came back
         brought_back = max(0.0, kept - saved)
+    if batch.keeps_cache:
+        saved += 2 * 2 * tokens * shape.num_kv_heads * shape.head_dim / tensor
     beside = brought_back if batch.has_two_recomputed else 0.0
     gradients = sum(
         s.numel * s.compute_dtype.itemsize
         for s in _block_params(shape, batch, layer)
         if s.trainable
     )
-    width = sum(p.tokens * p.rows * p.num for p in products if p.name.endswith("in0"))
     if tensor > 1:  # the inputs of products, whole again
         brought_back += 4 * tokens * shape.hidden
-    working = (kernels.gate_kept + 2) * width + 2 * hidden_nbytes
     return Stretch(
         forward=forward,
         backward=backward,
         recomputed=recomputed,
         saved_nbytes=round(saved),
         freed_nbytes=round(saved),
-        forward_peak_nbytes=round(max(kept * 0.6, saved) + working / 2),
+        forward_peak_nbytes=round(max(kept * 0.6, saved) + 2 * hidden_nbytes),
         recomputed_nbytes=round(brought_back),
         recomputed_peak_nbytes=round(brought_back + hidden_nbytes),
-        backward_peak_nbytes=round(working + beside + gradients),
+        # Gradients of activations take the place of what is freed meanwhile, but for two.
+        backward_peak_nbytes=round(2 * hidden_nbytes + beside + gradients),
         gradient_nbytes=gradients,
     )
 
@@ -518,15 +557,19 @@ def _elementwise(shape: TransformerShape, batch: MicroBatch, layer: int) -> tupl
     moved += heads * kernels.rotary_moved + inner * kernels.gate_moved
     kept = hidden * 2 * (kernels.norm_kept + 2) + 2 * heads + _attention_kept(shape, batch)
     kept += inner * (kernels.gate_kept + 2)
+    if batch.lora_rank:  # the inputs of adapters, dropped out, and where
+        kept += 3 * sum(tokens * m.columns / tensor for m in _adapted(shape, layer))
     if shape.experts is not None and layer >= shape.experts.num_dense_layers:
-        visits = shape.experts.top_k
-        moved += hidden * visits * 24  # sorted by expert, sent there, sent back, added up
-        kept += hidden * visits * 4
+        visited = hidden * shape.experts.top_k
+        moved += visited * 24  # sorted by expert, sent there, sent back, added up
+        # Each of them, and as they are sorted and weighed on both sides.
+        kept += visited * (16 if batch.parts.expert > 1 else 4)
+        kept -= 2 * (inner + visited) if batch.lora_rank else 0  # frozen experts need no inputs
     return _memory(moved, "elementwise", kernels.num_launched), kept
 
 
 def _embedding(shape: TransformerShape, batch: MicroBatch) -> Stretch:
-    nbytes = 2 * batch.tokens * shape.hidden / batch.parts.tensor
+    nbytes = batch.itemsize * batch.tokens * shape.hidden / batch.parts.tensor
     trains = not batch.lora_rank and not shape.tied_embeddings and batch.parts.pipeline == 1
     gradient = 2 * shape.vocab * shape.hidden // batch.parts.tensor if trains else 0
     return Stretch(
@@ -545,7 +588,7 @@ def _head(shape: TransformerShape, batch: MicroBatch) -> Stretch:
     kernels, tensor = batch.kernels, batch.parts.tensor * batch.parts.pipeline
     tokens, hidden = batch.tokens, shape.hidden
     logits = tokens * shape.vocab / tensor
-    vocab = shape.vocab / tensor
+    vocab, inputs = shape.vocab / tensor, tokens * hidden / batch.parts.tensor
     trains = not batch.lora_rank
     gradient = round(2 * vocab * hidden) if trains else 0
     norm = _memory(tokens * hidden / batch.parts.tensor * kernels.norm_moved, "norm")
@@ -557,13 +600,19 @@ def _head(shape: TransformerShape, batch: MicroBatch) -> Stretch:
     ]
     if trains:
         backward.append(_product(vocab, hidden, tokens, dtype="bfloat16", name="head"))
-    kept = round(logits * (kernels.loss_peak - 4))
+    loss = kernels.loss
+    kept = round(logits * loss.kept)
     return Stretch(
         forward=(norm, multiply, _memory(logits * kernels.loss_moved * 0.4, "loss", 4)),
         backward=tuple(backward),
         saved_nbytes=kept,
-        freed_nbytes=kept - round(2 * tokens * hidden / batch.parts.tensor),
-        forward_peak_nbytes=kept + round(4 * tokens * hidden / batch.parts.tensor),
-        backward_peak_nbytes=round(4 * logits) + gradient,
+        freed_nbytes=kept - round(batch.itemsize * inputs),
+        forward_peak_nbytes=round(logits * max(loss.kept, loss.peak - 2) + 4 * inputs),
+        # The gradient of the weights comes when of the logits theirs alone is left, in 16 bits.
+        backward_peak_nbytes=max(
+            round(logits * (loss.peak - loss.kept)),
+            round(logits * (2 - loss.kept)) + gradient,
+            gradient,
+        ),
         gradient_nbytes=gradient,
     )
