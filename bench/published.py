@@ -5,7 +5,8 @@
     python -m bench.published RUNS.csv --pictures docs/images
 
 The step of a run is simulated once. While constants are fitted, the share of its communication that is exposed stays
-as it was; the scores are of full predictions again. Constants of the allocator are means. Needs scipy (`pip install "fullshard[bench]"`).
+as it was; the scores are of full predictions again. Constants of the allocator are means. Needs scipy
+(`pip install "fullshard[bench]"`).
 """
 
 import argparse

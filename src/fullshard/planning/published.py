@@ -67,7 +67,8 @@ _STORED = ("fp32", "bf16", "fp16")
 _YES_NO = ("yes", "no")
 _COMPILED = ("simplefsdp", "jax_fsdp", "megatron_fsdp", "thunder_fsdp", "yafsdp")
 _SHARDED = ("full", "hybrid", "grad_op")
-_FUSED_STEP = ("fsdp2", "simplefsdp")  # programs of their time step with one kernel
+# Programs of their time step with one kernel, and print what their allocator has.
+_NEWER = ("fsdp2", "simplefsdp")
 # No row says when a program ran, but a GPU says a time before which it did not. Programs for these compile the loss
 # where they compile the model, as torchtitan does since January 2025, and let their allocator's segments grow.
 _LATER = frozenset(
@@ -286,14 +287,15 @@ def _manner(row: _Row, parts: Parts, shard_size: int, *, is_fused: bool, is_flat
         unit_s=8e-3 if row.text("system") == "zero3" else 1.3e-3,
         optimizer_nbytes=kind.num_passed
         * 4
-        * (1 if row.text("system") in _FUSED_STEP else kind.foreach_share),
+        * (1 if row.text("system") in _NEWER else kind.foreach_share),
         stride=parts.tensor,
         replica_stride=parts.tensor * shard_size,
     )
 
 
 def _held_as(row: _Row) -> str:
-    kind, gpu = row.text("mem_kind", "reserved"), row.text("gpu")
+    usual = "reserved" if row.text("system") in _NEWER else "allocated"
+    kind, gpu = row.text("mem_kind", usual), row.text("gpu")
     if kind == "reserved" and gpu in _LATER and gpu != "MI300X":  # ROCm's cannot grow
         return "reserved_growing"
     return "device" if kind == "unknown" else kind
@@ -433,7 +435,7 @@ def _settings(row: _Row, ranks: int, master: torch.dtype, *, is_flat: bool) -> S
         reduces_each=sharding in _SHARDED,
         optimizer=OptimizerPlan(
             nbytes_per_element=math.ceil(state / owners),
-            peak_per_element=0 if row.text("system") in _FUSED_STEP else master.itemsize,
+            peak_per_element=0 if row.text("system") in _NEWER else master.itemsize,
         ),
     )
 

@@ -151,24 +151,24 @@ _ROTARY = 64
 
 
 class Loss(NamedTuple):
-    """Bytes that exist for each element of the logits: kept from forward to backward, and the most at once, in backward."""
+    """Bytes for each element of the logits: kept from forward to backward, and the most at once, in backward."""
 
     kept: float
     peak: float
 
 
-# The log-softmax in float32; in backward its gradient and that of its input.
+# By single operators: the log-softmax in float32; in backward its gradient and that of its input.
 WHOLE_LOSS = Loss(4.0, 12.0)
-# The same of logits that tensor parallelism divides: single operators make their gradient, and in 16 bits they stay.
-PARALLEL_LOSS = Loss(4.0, 18.0)
-# The logits in 16 bits, and their gradient.
-COMPILED_LOSS = Loss(2.0, 4.0)
-# Of programs that install kernels: FlashAttention brings one for the loss too (8), which many leave (12); a GPT keeps its
-# logits in 16 bits. Those in Triton compute in place.
-FLASH_LOSS, FLASH_GPT_LOSS, TRITON_LOSS = Loss(4.0, 9.5), Loss(2.0, 7.5), Loss(2.0, 4.0)
-# The first, where the model returns its logits in float32: they stay.
+# The same where the model returns its logits in float32, which stay.
 RETURNED_LOSS = Loss(8.0, 16.0)
-# In parts, with the last layer. Of a usual size a part is a small one of all logits.
+# The same of logits that tensor parallelism divides: more operators make their gradient, and in 16 bits they stay.
+PARALLEL_LOSS = Loss(4.0, 18.0)
+# By a compiler: the logits in 16 bits, and their gradient.
+COMPILED_LOSS = Loss(2.0, 4.0)
+# Of programs that install FlashAttention, which brings one in place (8) that many leave (12); a GPT's logits are in 16
+# bits. Of programs with kernels in Triton, in place.
+FLASH_LOSS, FLASH_GPT_LOSS, TRITON_LOSS = Loss(4.0, 9.5), Loss(2.0, 7.5), Loss(2.0, 4.0)
+# In parts, each with the last layer: a few of all logits at once.
 CHUNKED_LOSS = Loss(0.0, 1.0)
 
 
@@ -178,7 +178,7 @@ class Kernels:
 
     moved: read and written by a forward; a backward moves twice as much. kept: for backward.
     norm, residual: of the hidden size. rotary: of queries and keys. gate: of the width of the MLP.
-    loss_moved: an element of the logits, in forward and backward together.
+    loss_moved: an element of the logits, in forward and backward together. loss: what it holds.
     num_launched: kernels of a layer's forward that are no matrix product.
     keeps_unread: recomputation that keeps a product keeps it though no backward reads it, as the last one of a layer.
     """
@@ -195,7 +195,7 @@ class Kernels:
     keeps_unread: bool = True
 
 
-# Every operator of its own, norms in float32, the loss on logits in float32: their log-softmax, and two gradients.
+# Every operator of its own, norms and the loss in float32.
 EAGER = Kernels(
     norm_moved=30.0,
     norm_kept=6.0,
@@ -219,7 +219,7 @@ EAGER_GELU = Kernels(
     loss=WHOLE_LOSS,
     num_launched=12,
 )
-# Neighbours in one kernel, as a compiler makes them.
+# Neighbours in one kernel, as a compiler makes them, but not in the loss.
 FUSED = Kernels(
     norm_moved=6.0,
     norm_kept=2.0,
@@ -228,7 +228,7 @@ FUSED = Kernels(
     gate_moved=6.0,
     gate_kept=4.0,
     loss_moved=16.0,
-    loss=COMPILED_LOSS,
+    loss=WHOLE_LOSS,
     num_launched=8,
     keeps_unread=False,
 )
