@@ -208,9 +208,12 @@ def measure(
 
     say("kernels")
     kernels, kernel_s = measure_kernels(model, seconds)
-    with _communicating(comm):
+    before = fullshard.set_default_comm(comm)
+    try:
         trial = _Trial(computes, stored, say)
         engine = _engine(trial)
+    finally:
+        fullshard.set_default_comm(before)
     steps = {optimizer_key(name, stored): _optimizer(name, stored, say) for name in optimizers}
     say("all")
     return _figures(
@@ -370,15 +373,6 @@ def _engine(trial: "_Trial") -> EngineFigures:
         param_s=param_s / 2,
         contention=trial.contention(),
     )
-
-
-@contextlib.contextmanager
-def _communicating(choice: str) -> Iterator[None]:
-    before = fullshard.set_default_comm(choice)
-    try:
-        yield
-    finally:
-        fullshard.set_default_comm(before)
 
 
 class _Sizes(NamedTuple):
