@@ -45,8 +45,6 @@ COLLECTIVES = {
     "reduce-scatter": "reduce_scatter",
     "all-reduce": "all_reduce",
 }
-# Beyond every cache, and beyond what a launch costs.
-_LARGE_COPY_NBYTES = 256 << 20
 _SUSTAINED_S = 2e-3
 _NUM_SAMPLED = 4
 # Measured in a host whose GPUs cannot reach each other's memory: 1.2 GB/s among 8.
@@ -109,14 +107,6 @@ def collectives(folder: Path, name: str, num_gpus: int) -> pd.Series:
     rows = _read(folder, "comm/nccl/*/nccl_perf")
     rows = rows[(rows.op_name == name) & (rows.num_gpus == num_gpus) & (rows.nccl_dtype == "half")]
     return rows.assign(nbytes=2 * rows.message_size).groupby("nbytes").seconds.median()
-
-
-def copies(folder: Path) -> pd.Series:
-    """Return seconds of an elementwise kernel that reads 2 and writes 1 byte each. Index: bytes of both."""
-    rows = _read(folder, "quantize/*/*/scale_matrix_perf")
-    # The kernel of SGLang reaches a tenth of the bandwidth.
-    rows = rows[rows.kernel_source != "sglang"].assign(nbytes=3 * rows.m * rows.k)
-    return rows[rows.nbytes >= _LARGE_COPY_NBYTES].groupby("nbytes").seconds.min()
 
 
 def fit_matmuls(gpu: dict[str, Any], times: pd.DataFrame, dtype: str) -> tuple[Fit, float]:
@@ -219,11 +209,6 @@ def fit_gpu(systems: Path, gpu: str, report: Report) -> dict[str, Any]:
                 found = fit_collective(times, kind, num_gpus)
                 added = report.add(gpu, kind, num_gpus, found, times)
                 entry["collectives"][kind][str(num_gpus)] = added
-    if (folder / "quantize").exists():
-        times = copies(folder)
-        memory_s = times.index.to_numpy(float) / entry["memory_bytes_per_s"]
-        found = fit(lambda c: memory_s / c[0], [0.8], times.to_numpy())
-        entry["copy_share"], *_ = report.add(gpu, "copy", "", found, times)
     return entry
 
 

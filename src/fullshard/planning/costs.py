@@ -14,7 +14,7 @@ from fullshard.plan.actions import Action, ActionKind
 from fullshard.plan.step import PlannedStep
 from fullshard.plan.workload import Stretch, Work, WorkKind, Workload
 from fullshard.planning.machines import Machine
-from fullshard.planning.measured import GpuFigures, figures_of, matmul_nbytes
+from fullshard.planning.measured import CollectiveFigures, GpuFigures, figures_of, moved_share
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,9 +86,9 @@ class Costs:
     def __init__(self, machine: Machine, manner: Manner, constants: Constants = FITTED) -> None:
         self.machine, self.constants = machine, constants
         self._manner = manner
-        self._figures = _figures(machine)
         gpu = machine.gpu
         self._power = gpu.matmul * (constants.power if gpu.is_power_limited else 1.0)
+        self._figures = _figures(machine, constants, self._power)
         self._works: dict[Work, float] = {}
         self._stretches: dict[tuple[int, str], tuple[float, int]] = {}
 
@@ -119,25 +119,10 @@ class Costs:
 
     def _matmul_seconds(self, work: Work) -> float:
         m, n, k = work.shape
-        gpu, constants = self.machine.gpu, self.constants
         times = work.flops / (2.0 * m * n * k)  # of the same size, in one launch
-        is_small = work.dtype.startswith("float8") and gpu.fp8 > 1
-        dtype = "float8_e4m3fn" if is_small else "bfloat16"
-        figures = self._figures.matmul[dtype]
-        efficiency = figures.efficiency
-        if not is_small:  # those of 8 bits throttle less: rounding their inputs leaves pauses
-            efficiency = min(self._figures.sustained_efficiency[dtype], efficiency)
-        share = figures.memory_share * (constants.fp8 if is_small else 1.0)
-        figures = figures._replace(
-            efficiency=efficiency * constants.matmul * self._power, memory_share=share
-        )
-        rate = gpu.flops * (gpu.fp8 if is_small else 1.0)
-        nbytes = matmul_nbytes(m, n, k, dtype)
-        if work.dtype == "float32":
-            rate, nbytes = rate / _FULL_PRECISION, 2 * nbytes
-        return figures.overlapped_s(
-            times * 2.0 * m * n * k / rate, times * nbytes / gpu.memory_rate
-        )
+        is_small = work.dtype.startswith("float8") and self.machine.gpu.fp8 > 1
+        dtype = "float32" if work.dtype == "float32" else "bfloat16"
+        return self._figures.matmul_seconds(m, n, k, "float8_e4m3fn" if is_small else dtype, times)
 
     def _attention_seconds(self, work: Work) -> float:
         gpu, constants = self.machine.gpu, self.constants
@@ -224,7 +209,7 @@ class Costs:
         figures = known[min(known, key=lambda each: (int(each) < reach, abs(int(each) - reach)))]
         nominal = _NOMINAL_LINK.get(machine.gpu.figures)
         rate = machine.link_rate * (figures.bytes_per_s / nominal if nominal else _LINK_SHARE)
-        moved = nbytes * (ranks - 1) / ranks * (2 if kind is ActionKind.ALL_REDUCE else 1)
+        moved = nbytes * moved_share(kind.value, ranks)
         latency, fill = figures.latency_s, figures.fill_s
         per_host = max(1, machine.per_host // stride)
         if ranks > per_host:
@@ -232,7 +217,7 @@ class Costs:
             rate = min(rate, machine.network_rate * per_host * self.constants.network)
             latency += _HOP_S * math.log2(hosts)
             fill += _HOP_S
-        return latency + moved / rate + 2 * math.sqrt(fill * moved / rate)
+        return CollectiveFigures(latency, rate, fill).seconds(moved)
 
 
 # How many times as fast products of bfloat16 are as those of float32, at torch's default precision (no TF32): on A100,
@@ -247,13 +232,32 @@ _H100_LINKS = {
 }
 
 
-def _figures(machine: Machine) -> GpuFigures:
-    figures = figures_of(machine.gpu.figures)
+def _figures(machine: Machine, constants: Constants, power: float) -> GpuFigures:
+    """Return the figures of a machine's GPU within a training step. power: of its rate, that it reaches."""
+    gpu, figures = machine.gpu, figures_of(machine.gpu.figures)
     if figures is None:
-        raise CostError(f"{machine.gpu.name}: no figures of a {machine.gpu.figures} are there.")
-    gpu = machine.gpu
+        raise CostError(f"{gpu.name}: no figures of a {gpu.figures} are there.")
+    matmul = {}
+    for dtype, own in figures.matmul.items():
+        efficiency, share = own.efficiency, own.memory_share * constants.fp8
+        if (
+            dtype == "bfloat16"
+        ):  # those of 8 bits throttle less: rounding their inputs leaves pauses
+            efficiency, share = (
+                min(figures.sustained_efficiency[dtype], efficiency),
+                own.memory_share,
+            )
+        matmul[dtype] = own._replace(
+            efficiency=efficiency * constants.matmul * power, memory_share=share
+        )
+    matmul["float32"] = matmul["bfloat16"]
     return dataclasses.replace(
         figures,
-        peak_flops={"bfloat16": gpu.flops, "float8_e4m3fn": gpu.flops * gpu.fp8},
+        peak_flops={
+            "bfloat16": gpu.flops,
+            "float32": gpu.flops / _FULL_PRECISION,
+            "float8_e4m3fn": gpu.flops * gpu.fp8,
+        },
         memory_bytes_per_s=gpu.memory_rate,
+        matmul=matmul,
     )

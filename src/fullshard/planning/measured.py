@@ -20,13 +20,6 @@ from fullshard.json_files import read_json
 from fullshard.plan.actions import ActionKind
 
 _FILE = Path(__file__).with_name("figures.json")
-# Of the same width, so as fast: engines measured the first alone.
-_MEASURED_DTYPES = {
-    "bfloat16": "bfloat16",
-    "float16": "bfloat16",
-    "float8_e4m3fn": "float8_e4m3fn",
-    "float8_e5m2": "float8_e4m3fn",
-}
 
 
 class KernelFigures(NamedTuple):
@@ -85,7 +78,6 @@ class GpuFigures:
     matmul: by dtype. sustained_efficiency: of matmuls longer than 2 ms, during which the power limit has
         lowered the clock. attention: by head size, forward, bfloat16, by the fastest kernel.
     collectives: by the value of an `ActionKind` and the number of GPUs.
-    copy_share: of the memory bandwidth that elementwise kernels reach beyond all caches.
     """
 
     peak_flops: Mapping[str, float]
@@ -94,26 +86,15 @@ class GpuFigures:
     sustained_efficiency: Mapping[str, float]
     attention: Mapping[str, KernelFigures]
     collectives: Mapping[str, Mapping[str, CollectiveFigures]]
-    copy_share: float | None = None
 
-    def matmul_seconds(
-        self, m: int, n: int, k: int, dtype: str, *, is_sustained: bool = False
-    ) -> float | None:
-        """Return seconds of (m, k) times (k, n); None for a dtype that nobody measured.
+    def matmul_seconds(self, m: int, n: int, k: int, dtype: str, times: float = 1.0) -> float:
+        """Return seconds of (m, k) times (k, n), and so many of them at once.
 
-        dtype: of the inputs. In float8 this includes rounding the first input from bfloat16.
-        is_sustained: among many others, as in a training step, rather than alone on a cool GPU.
+        dtype: of the inputs, one of `matmul`. In float8 this includes rounding the first input from bfloat16.
         """
-        measured_dtype = _MEASURED_DTYPES.get(dtype, "")
-        if measured_dtype not in self.matmul:
-            return None
-        figures = self.matmul[measured_dtype]
-        if is_sustained:
-            sustained = self.sustained_efficiency[measured_dtype]
-            figures = figures._replace(efficiency=min(sustained, figures.efficiency))
-        nbytes = matmul_nbytes(m, n, k, measured_dtype)
-        return figures.overlapped_s(
-            2 * m * n * k / self.peak_flops[measured_dtype], nbytes / self.memory_bytes_per_s
+        return self.matmul[dtype].overlapped_s(
+            times * 2.0 * m * n * k / self.peak_flops[dtype],
+            times * matmul_nbytes(m, n, k, dtype) / self.memory_bytes_per_s,
         )
 
     def attention_seconds(self, flops: float, nbytes: float, head_dim: int) -> float:
@@ -129,27 +110,6 @@ class GpuFigures:
             flops / self.peak_flops["bfloat16"], nbytes / self.memory_bytes_per_s
         )
 
-    def copy_seconds(self, nbytes: float) -> float | None:
-        """Return seconds of an elementwise kernel. nbytes: read and written."""
-        if self.copy_share is None:
-            return None
-        return nbytes / (self.memory_bytes_per_s * self.copy_share)
-
-    def collective_seconds(self, kind: ActionKind, num_gpus: int, nbytes: int) -> float | None:
-        """Return seconds of a collective in one host; None for more GPUs than were measured.
-
-        nbytes: of the whole message, as `Action.nbytes`. Bandwidth and latency are those of the next larger
-        number of GPUs that was measured.
-        """
-        if num_gpus == 1:
-            return 0.0
-        known = self.collectives.get(kind.value, {})
-        enough = [each for each in known if int(each) >= num_gpus]
-        if not enough:
-            return None
-        figures = known[min(enough, key=int)]
-        return figures.seconds(nbytes * moved_share(kind.value, num_gpus))
-
 
 @dataclass(frozen=True, slots=True)
 class _File:
@@ -159,23 +119,18 @@ class _File:
     gpus: Mapping[str, GpuFigures]
 
 
-def measured_gpus() -> tuple[str, ...]:
-    """Return the names that `figures_of` knows."""
-    return tuple(_figures())
-
-
 def figures_of(gpu: str) -> GpuFigures | None:
     """Return what was measured on a GPU, such as "H100"; None if nobody did."""
     return _figures().get(gpu)
 
 
 def matmul_nbytes(m: int, n: int, k: int, dtype: str) -> int:
-    """Return bytes that a matmul reads and writes, its output in bfloat16.
+    """Return bytes that a matmul reads and writes, its output in bfloat16, or in float32 as its inputs.
 
     In float8 its first input is there in bfloat16, and is rounded: 2 bytes read and 1 written for each element.
     """
-    if dtype == "bfloat16":
-        return 2 * (m * k + k * n + m * n)
+    if not dtype.startswith("float8"):
+        return (4 if dtype == "float32" else 2) * (m * k + k * n + m * n)
     return m * k + k * n + 2 * m * n + 3 * m * k
 
 
