@@ -16,6 +16,7 @@ from fullshard.planning.setup import SetupError, TrainingSetup
 from fullshard.planning.shapes import TransformerShape
 from fullshard.planning.subject import Subject
 from fullshard.planning.training import TrainingPlan, plan_training, planned
+from fullshard.tools.plan_page import plan_data
 
 # Two hosts on a slow network: a step waits for gathers.
 SETUP = TrainingSetup(machine_named("A100-40GB-SXM", network_rate=1.5e9), 16, seq=512)
@@ -43,6 +44,7 @@ def test_a_plan_keeps_as_many_units_as_a_budget_holds(num: int) -> None:
     assert as_if_named.memory == plan.memory
     assert plan.as_dict()["kept_unsharded"]["units"] == kept.units
     assert str(kept) in str(plan)
+    assert ("Kept unsharded", str(kept)) in plan_data(plan)[0]["about"]
 
 
 def test_a_budget_that_holds_no_unit_is_refused_with_what_it_takes() -> None:

@@ -36,7 +36,8 @@ from fullshard.planning.setup import OFFLOADS, TrainingSetup
 from fullshard.planning.subject import Model, Subject
 from fullshard.planning.training import MemoryPlan, context_nbytes, plan_steps
 
-_GIB = 1 << 30
+_MIB, _GIB = 1 << 20, 1 << 30
+_SHORT_S = 0.1
 _NUM_BEST = 10
 _NUM_EXCLUDED, _MOST_TRIED = 5, 20
 _CLEARLY_LESS = 0.95
@@ -60,13 +61,13 @@ class Candidate:
 
     def __str__(self) -> str:
         kept = f" ({len(self.unsharded)} units kept)" if self.unsharded else ""
-        memory = self.memory
+        memory, (scale, unit) = self.memory, _time_unit(self.step_s)
         on_host = (
-            f"; {memory.host_nbytes / _GIB:.2f} GiB of host memory, {memory.per_host_nbytes / _GIB:.2f} on a host"
+            f"; {_size(memory.host_nbytes)} of host memory, {_size(memory.per_host_nbytes)} on a host"
             if memory.host_nbytes
             else ""
         )
-        return f"{self.step_s:8.3f} s {memory.needed_nbytes / _GIB:7.2f} GiB  {self.choice}{kept}{on_host}"
+        return f"{scale * self.step_s:8.3f} {unit} {_size(memory.needed_nbytes):>11}  {self.choice}{kept}{on_host}"
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -107,7 +108,7 @@ class SearchResult:
     def __str__(self) -> str:
         lines = [
             f"{self.num_choices} ways on {self.setup.ranks} ranks, {self.num_planned} of them planned; "
-            f"a rank has {self.limit_nbytes / _GIB:.1f} GiB",
+            f"a rank has {_size(self.limit_nbytes)}",
             *(f"{num} others left out. {reason}" for reason, num in self.left_out),
             "",
         ]
@@ -118,8 +119,8 @@ class SearchResult:
         if self.excluded:
             lines += ["", "Faster, and too large:"]
         for each in self.excluded:
-            over = (each.memory.needed_nbytes - self.limit_nbytes) / _GIB
-            lines += [f"    {each}", f"        {over:.2f} GiB too much"]
+            over_nbytes = each.memory.needed_nbytes - self.limit_nbytes
+            lines += [f"    {each}", f"        {_size(over_nbytes)} too much"]
         return "\n".join([*lines, "", self.launch, "", self.program])
 
     def as_dict(self) -> dict[str, Any]:
@@ -374,11 +375,11 @@ class _Search:
                 both = [found] if smallest is None else [smallest, found]
                 smallest = min(both, key=lambda each: each.memory.needed_nbytes)
         assert smallest is not None
-        needed, limit = smallest.memory.needed_nbytes / _GIB, self._limit / _GIB
+        needed_nbytes = smallest.memory.needed_nbytes
         helping = [*self._helping(smallest.choice)]
         return (
-            f"None of {len(choices)} ways fits into {limit:.2f} GiB. The smallest needs {needed:.2f} GiB, "
-            f"{needed - limit:.2f} GiB too much: {smallest.choice}. "
+            f"None of {len(choices)} ways fits into {_size(self._limit)}. The smallest needs {_size(needed_nbytes)}, "
+            f"{_size(needed_nbytes - self._limit)} too much: {smallest.choice}. "
             + (f"It fits with {' or with '.join(helping)}." if helping else _NOTHING_HELPS)
         )
 
@@ -452,17 +453,27 @@ def _thinned(front: Sequence[Candidate]) -> Iterator[Candidate]:
 
 def _reason(candidate: Candidate, first: Candidate) -> str:
     """Say what a way pays that the first does not, and what it gets for that."""
-    slower = candidate.step_s - first.step_s
-    smaller = (first.memory.needed_nbytes - candidate.memory.needed_nbytes) / _GIB
-    memory = f"{abs(smaller):.2f} GiB {'less' if smaller > 0 else 'more'}"
+    slower_s = candidate.step_s - first.step_s
+    saved_nbytes = first.memory.needed_nbytes - candidate.memory.needed_nbytes
+    memory = f"{_size(abs(saved_nbytes))} {'less' if saved_nbytes > 0 else 'more'}"
+    scale, unit = _time_unit(first.step_s)
     if candidate is first:
         largest = sorted(first.time, key=lambda part: -part[1])[:3]
-        return "the fastest: " + ", ".join(f"{name} {s:.3f} s" for name, s in largest)
+        return "the fastest: " + ", ".join(f"{n} {scale * s:.3f} {unit}" for n, s in largest)
     other = dict(first.time)
     differences = [(name, s - other[name]) for name, s in candidate.time]
     differences.sort(key=lambda part: -abs(part[1]))
     noticed_s = _NOTICED * first.step_s
-    said = [f"{name} {s:+.3f} s" for name, s in differences[:3] if abs(s) >= noticed_s]
-    if slower < noticed_s or not said:
+    said = [f"{name} {scale * s:+.3f} {unit}" for name, s in differences[:3] if abs(s) >= noticed_s]
+    if slower_s < noticed_s or not said:
         return f"as fast as the first, with {memory}"
-    return f"{slower:.3f} s slower: {', '.join(said)}; {memory}"
+    return f"{scale * slower_s:.3f} {unit} slower: {', '.join(said)}; {memory}"
+
+
+def _time_unit(step_s: float) -> tuple[float, str]:
+    """Return in which unit steps of this size are written, and how many of it a second has."""
+    return (1.0, "s") if step_s >= _SHORT_S else (1e3, "ms")
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / _GIB:.2f} GiB" if nbytes >= _GIB else f"{nbytes / _MIB:.2f} MiB"

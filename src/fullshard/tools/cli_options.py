@@ -219,7 +219,8 @@ def option_field(
 ) -> Any:
     """Declare a field of a dataclass that is an option as well.
 
-    names: instead of the field's own. values: what a shell offers to complete it with. untyped: what the command
+    names: instead of the field's own. values: what a shell offers to complete it with, and a help without a metavar
+    shows. untyped: what the command
     line has in place of the default, such as None for what depends on other options. facts: more of the field's
     metadata.
     """
@@ -228,7 +229,7 @@ def option_field(
         return [value for value in values if value.startswith(incomplete)]
 
     complete: dict[str, Any] = {"autocompletion": begun} if values else {}
-    info = option(help_text, metavar, *names, panel=panel, **complete)
+    info = option(help_text, metavar or "|".join(values) or None, *names, panel=panel, **complete)
     untyped = default if untyped is _SAME else untyped
     return dataclasses.field(default=default, metadata={_INFO: info, _UNTYPED: untyped, **facts})
 

@@ -5,6 +5,7 @@ Quantities have units: 80GiB, 3.35TB/s, 400Gb/s, 989TFLOP/s. A number alone is r
 """
 
 import dataclasses
+import functools
 import math
 import re
 from pathlib import Path
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Names that torch has for what can be typed."""
 _COMMS = ("auto", "process_group")  # of `fullshard.set_default_comm`
-_MODEL, _MACHINE, _TRAINING = "Model", "Machine", "Training"
+_model, _machine, _training = (
+    functools.partial(option_field, panel=panel) for panel in ("Model", "Machine", "Training")
+)
+_dtype = functools.partial(_training, values=tuple(DTYPES))
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _PREFIXES |= {f"{letter}i": 1024.0**n for n, letter in enumerate("KMGT", 1)}
 _UNITS = {"B": 1.0, "b": 1 / 8, "FLOP": 1.0, "FLOPS": 1.0, "": 1.0}
@@ -34,6 +38,7 @@ _KINDS = {
     "bytes a second": (("B", "b"), ("/s",), "400GB/s"),
     "operations a second": (("FLOP", "FLOPS", ""), ("/s", ""), "989TFLOP/s"),
 }
+_QUANTITIES = {"flops": "operations a second", "memory": "bytes", "keep_unsharded": "bytes"}
 
 
 def quantity(option: str, text: str, kind: str) -> float:
@@ -59,139 +64,99 @@ class PlanOptions:
     """What to plan; empty and None mean what the command's help says. Raises OptionError for what cannot be."""
 
     model: str = ""
-    shape: str = option_field(
+    shape: str = _model(
         "",
         "Sizes in place of a model: layers, hidden, heads, kv-heads, ffn, vocab; and head-dim, tied=yes, gated=no.",
-        panel=_MODEL,
         metavar="NAME=N,...",
     )
-    example_input: str = option_field(
+    example_input: str = _model(
         "",
         "A function that returns what the model is called with: a tensor, a tuple of arguments, or a dict of "
         "keywords. It is called with batch and seq, by these names, if it has them. With values, a model may choose its "
         "way by them. Default: numbers of tokens.",
-        panel=_MODEL,
         metavar="MODULE:FUNCTION",
     )
-    loss: str = option_field(
+    loss: str = _model(
         "",
         "loss(output): a scalar. Default: its .loss, cross entropy of its logits, or its mean.",
-        panel=_MODEL,
         metavar="MODULE:FUNCTION",
     )
-    units: str | None = option_field(
+    units: str | None = _model(
         None,
         "Paths of the modules that fully_shard is called with, besides the root. Default: repeated layers.",
-        panel=_MODEL,
         metavar="PATH,...",
     )
-    gpu: str = option_field(
+    gpu: str = _machine(
         "",
         "A GPU by its name; a wrong one lists them all. this, or a file: what --calibrate has measured.",
-        panel=_MACHINE,
         metavar="NAME|this|FILE",
     )
-    ranks: int | None = option_field(None, "Ranks in all, one a GPU.", panel=_MACHINE)
-    hosts: int | None = option_field(None, "Hosts.", panel=_MACHINE)
-    per_host: int | None = option_field(
-        None, "GPUs of a host, or of a link domain. Default: as sold, 8 for most.", panel=_MACHINE
+    ranks: int | None = _machine(None, "Ranks in all, one a GPU.")
+    hosts: int | None = _machine(None, "Hosts.")
+    per_host: int | None = _machine(
+        None, "GPUs of a host, or of a link domain. Default: as sold, 8 for most."
     )
-    flops: str = option_field(
-        "", "Dense bfloat16, nominal, such as 989TFLOP/s.", panel=_MACHINE, metavar="RATE"
+    flops: str = _machine("", "Dense bfloat16, nominal, such as 989TFLOP/s.", metavar="RATE")
+    memory: str = _machine("", "Memory that a program can use, such as 79GiB.", metavar="SIZE")
+    memory_bandwidth: str = _machine("", "Of that memory, such as 3.35TB/s.", metavar="RATE")
+    link: str = _machine(
+        "", "Between GPUs of a host, one direction, such as 450GB/s.", metavar="RATE"
     )
-    memory: str = option_field(
-        "", "Memory that a program can use, such as 79GiB.", panel=_MACHINE, metavar="SIZE"
-    )
-    memory_bandwidth: str = option_field(
-        "", "Of that memory, such as 3.35TB/s.", panel=_MACHINE, metavar="RATE"
-    )
-    link: str = option_field(
-        "",
-        "Between GPUs of a host, one direction, such as 450GB/s.",
-        panel=_MACHINE,
-        metavar="RATE",
-    )
-    network: str = option_field(
+    network: str = _machine(
         "",
         "Between hosts, for each GPU, one direction, such as 400Gb/s. Default: as the GPU is usually hosted.",
-        panel=_MACHINE,
         metavar="RATE",
     )
-    comm: str = option_field(
+    comm: str = _machine(
         "auto",
         "Between CPU ranks, measured and planned: as the engine chooses by itself, or Gloo.",
-        panel=_MACHINE,
-        metavar="|".join(_COMMS),
         values=_COMMS,
     )
-    batch: int = option_field(1, "Sequences in a rank's micro-batch.", panel=_TRAINING)
-    seq: int = option_field(4096, "Tokens of a sequence.", panel=_TRAINING)
-    grad_accum: int = option_field(1, "Micro-batches a step.", panel=_TRAINING)
-    reduce_last: bool = option_field(
-        False, "Reduce gradients in the last micro-batch of a step alone.", panel=_TRAINING
+    batch: int = _training(1, "Sequences in a rank's micro-batch.")
+    seq: int = _training(4096, "Tokens of a sequence.")
+    grad_accum: int = _training(1, "Micro-batches a step.")
+    reduce_last: bool = _training(
+        False, "Reduce gradients in the last micro-batch of a step alone."
     )
-    shard_size: int | None = option_field(
-        None,
-        "Ranks over which parameters are sharded; others hold replicas (HSDP). Default: all.",
-        panel=_TRAINING,
+    shard_size: int | None = _training(
+        None, "Ranks over which parameters are sharded; others hold replicas (HSDP). Default: all."
     )
-    reshard: str = option_field(
+    reshard: str = _training(
         "",
         "After forward: yes, no, or the size of a smaller group. Default: yes, but for the root.",
-        panel=_TRAINING,
         metavar="yes|no|N",
     )
-    unsharded: str | None = option_field(
-        None, "Units that stay unsharded after forward.", panel=_TRAINING, metavar="PATH,..."
+    unsharded: str | None = _training(
+        None, "Units that stay unsharded after forward.", metavar="PATH,..."
     )
-    keep_unsharded: str = option_field(
+    keep_unsharded: str = _training(
         "",
         "Others that stay, as many as so many bytes hold, such as 4GiB: those that keep_unsharded chooses.",
-        panel=_TRAINING,
         metavar="SIZE",
     )
-    dtype: str = option_field(
-        "bf16", "Of computing.", panel=_TRAINING, metavar="|".join(DTYPES), values=tuple(DTYPES)
+    dtype: str = _dtype("bf16", "Of computing.")
+    param_dtype: str = _dtype(
+        "", "Of the sharded parameters. Default: as the model has them; of a shape fp32."
     )
-    param_dtype: str = option_field(
-        "",
-        "Of the sharded parameters. Default: as the model has them; of a shape fp32.",
-        panel=_TRAINING,
-        metavar="|".join(DTYPES),
-        values=tuple(DTYPES),
-    )
-    reduce_dtype: str = option_field(
-        "fp32",
-        "In which gradients are reduced.",
-        panel=_TRAINING,
-        metavar="|".join(DTYPES),
-        values=tuple(DTYPES),
-    )
-    checkpointing: str = option_field(
+    reduce_dtype: str = _dtype("fp32", "In which gradients are reduced.")
+    checkpointing: str = _training(
         "none",
         "Of activations, in each unit but the root.",
-        panel=_TRAINING,
-        metavar="none|selective|full",
+        values=("none", "selective", "full"),
     )
-    optimizer: str = option_field(
+    optimizer: str = _training(
         "adamw",
         "adamw, adam, sgd, sgd-momentum or adafactor, which fully_shard refuses (DTensors).",
-        panel=_TRAINING,
         metavar="NAME",
     )
-    fused: bool = option_field(False, "One kernel steps the optimizer.", panel=_TRAINING)
-    offload: str = option_field(
+    fused: bool = _training(False, "One kernel steps the optimizer.")
+    offload: str = _training(
         "none",
         "What is kept in host memory: params (and all with them), or the optimizer's state.",
-        panel=_TRAINING,
-        metavar="none|params|optimizer",
+        values=("none", "params", "optimizer"),
     )
-    compiled: bool = option_field(
-        False, "Units run under torch.compile.", "--compile", panel=_TRAINING
-    )
-    attention: str = option_field(
-        "sdpa", "Whose kernel.", panel=_TRAINING, metavar="sdpa|flash|cudnn|triton"
-    )
+    compiled: bool = _training(False, "Units run under torch.compile.", "--compile")
+    attention: str = _training("sdpa", "Whose kernel.", values=("sdpa", "flash", "cudnn", "triton"))
 
     def __post_init__(self) -> None:
         if bool(self.model) == bool(self.shape):
@@ -199,27 +164,20 @@ class PlanOptions:
                 "give a MODEL or --shape, and not both: a size (8b), MODULE:FUNCTION, a config.json or its folder, or "
                 "--shape layers=32,hidden=4096,heads=32,kv-heads=8,ffn=14336,vocab=128256."
             )
-        for name in ("example_input", "loss"):
-            if getattr(self, name):
-                check_import_path(getattr(self, name))
-        for name in ("units", "unsharded"):
-            typed = getattr(self, name)
-            if typed is not None and not all(typed.split(",")):
+        for path in filter(None, (self.example_input, self.loss)):
+            check_import_path(path)
+        for name, typed in vars(self).items():
+            option = f"--{name.replace('_', '-')}"
+            if name in ("units", "unsharded") and typed is not None and not all(typed.split(",")):
                 raise OptionError(
-                    f"--{name} {typed!r}: a name is empty. Give paths of units but the root, such as layers.0,layers.1."
+                    f"{option} {typed!r}: a name is empty. Give paths of units but the root, such as layers.0,layers.1."
                 )
-        for name in ("dtype", "param_dtype", "reduce_dtype"):
-            typed = getattr(self, name)
-            if typed and typed not in DTYPES:
-                raise OptionError(
-                    f"--{name.replace('_', '-')} {typed}: choose from {', '.join(DTYPES)}."
-                )
+            if name.endswith("dtype") and typed and typed not in DTYPES:
+                raise OptionError(f"{option} {typed}: choose from {', '.join(DTYPES)}.")
+            if type(typed) is int and typed < 1:
+                raise OptionError(f"{option} {typed}: must be at least 1.")
         if self.comm not in _COMMS:
             raise OptionError(f"--comm {self.comm}: choose from {', '.join(_COMMS)}.")
-        for name in ("ranks", "hosts", "per_host", "shard_size", "batch", "seq", "grad_accum"):
-            typed = getattr(self, name)
-            if typed is not None and typed < 1:
-                raise OptionError(f"--{name.replace('_', '-')} {typed}: must be at least 1.")
 
     # As what the planner takes
 
@@ -234,11 +192,11 @@ class PlanOptions:
                 f"--comm {self.comm}: is of ranks on CPUs. Give --gpu this, a file that --calibrate has written, or "
                 "--calibrate; ranks on GPUs have NCCL."
             )
-        given = {name: self._rate(name) for name in ("link", "network")}
+        link, network = self._number("link"), self._number("network")
         own = {
-            "flops": self._number("flops", "operations a second"),
-            "memory_nbytes": self._number("memory", "bytes"),
-            "memory_rate": self._rate("memory_bandwidth"),
+            "flops": self._number("flops"),
+            "memory_nbytes": self._number("memory"),
+            "memory_rate": self._number("memory_bandwidth"),
         }
         if not self.gpu:
             needed = ("flops", "memory", "memory_bandwidth", "link")
@@ -247,7 +205,7 @@ class PlanOptions:
                 raise OptionError(
                     f"name a machine by --gpu ({', '.join(GPUS)}), or give its numbers: {options} missing."
                 )
-            gpu = custom_gpu(**own, link_rate=given["link"])
+            gpu = custom_gpu(**own, link_rate=link)
         else:
             numbers: Any = {name: value for name, value in own.items() if value}
             gpu = dataclasses.replace(machine_named(self.gpu).gpu, **numbers)
@@ -260,14 +218,12 @@ class PlanOptions:
             per_host = self.ranks // self.hosts
         per_host = per_host or gpu.per_host
         has_several = (self.hosts or 1) > 1 or (self.ranks or 1) > per_host
-        if not self.gpu and has_several and not given["network"]:
+        if not self.gpu and has_several and not network:
             raise OptionError(
                 f"nobody knows the network between hosts of {per_host} GPUs: give --network, for each GPU, such as "
                 "400Gb/s. If all are in one host, give --per-host."
             )
-        return Machine(
-            gpu, per_host, given["link"] or gpu.link_rate, given["network"] or gpu.network_rate
-        )
+        return Machine(gpu, per_host, link or gpu.link_rate, network or gpu.network_rate)
 
     def _measured(self) -> "Machine":
         """Return the machine that somebody has measured."""
@@ -278,15 +234,13 @@ class PlanOptions:
         figures = read_machine(path, self.ranks or 2)
         if self.comm != "auto":
             figures = figures.with_way(GLOO.name)
-        memory = self._number("memory", "bytes") or read_memory()["MemTotal"] / figures.ranks
+        memory = self._number("memory") or read_memory()["MemTotal"] / figures.ranks
         return machine_of(figures, memory)
 
-    def _number(self, name: str, kind: str) -> float:
-        text = getattr(self, name)
+    def _number(self, name: str) -> float:
+        """Return what an option says in plain units, 0 if it says nothing."""
+        text, kind = getattr(self, name), _QUANTITIES.get(name, "bytes a second")
         return quantity(f"--{name.replace('_', '-')}", text, kind) if text else 0.0
-
-    def _rate(self, name: str) -> float:
-        return self._number(name, "bytes a second")
 
     def _ranks_of(self, machine: "Machine") -> int:
         if self.ranks is None:
@@ -310,29 +264,27 @@ class PlanOptions:
         from fullshard.policies import MixedPrecisionPolicy
 
         machine = machine or self.machine()
-        dtypes = {
-            name: getattr(torch, DTYPES[typed]) if (typed := getattr(self, name)) else None
-            for name in ("dtype", "param_dtype", "reduce_dtype")
-        }
+        computed, stored, reduced = (
+            getattr(torch, DTYPES[typed]) if typed else None
+            for typed in (self.dtype, self.param_dtype, self.reduce_dtype)
+        )
+        fields = {field.name for field in dataclasses.fields(TrainingSetup)}
+        own = {name: value for name, value in vars(self).items() if name in fields}
         return TrainingSetup(
-            machine=machine,
-            ranks=self._ranks_of(machine),
-            shard_size=self.shard_size,
-            batch=self.batch,
-            seq=self.seq,
-            accumulation=self.grad_accum,
-            reduces_each=not self.reduce_last,
-            precision=MixedPrecisionPolicy(dtypes["dtype"], dtypes["reduce_dtype"]),
-            stored=dtypes["param_dtype"],
-            reshard_after_forward=self._reshard(),
-            unsharded=() if self.unsharded is None else tuple(self.unsharded.split(",")),
-            keep_unsharded_nbytes=round(self._number("keep_unsharded", "bytes")),
-            checkpointing=self.checkpointing,
-            optimizer=self.optimizer,
-            is_fused=self.fused,
-            offload=self.offload,
-            is_compiled=self.compiled,
-            attention=self.attention,
+            **own
+            | {
+                "machine": machine,
+                "ranks": self._ranks_of(machine),
+                "accumulation": self.grad_accum,
+                "reduces_each": not self.reduce_last,
+                "precision": MixedPrecisionPolicy(computed, reduced),
+                "stored": stored,
+                "reshard_after_forward": self._reshard(),
+                "unsharded": tuple(self.unsharded.split(",")) if self.unsharded else (),
+                "keep_unsharded_nbytes": round(self._number("keep_unsharded")),
+                "is_fused": self.fused,
+                "is_compiled": self.compiled,
+            }
         )
 
     def _reshard(self) -> bool | int | None:
