@@ -31,7 +31,9 @@ from fullshard.planning.calibration import (
     KernelTime,
     MachineFigures,
     Point,
+    engine_key,
     machine_of,
+    optimizer_key,
 )
 from fullshard.planning.choices import (
     WHOLE,
@@ -237,8 +239,8 @@ def rows(batch: int) -> Tensor:
     return torch.empty(batch, 32, device="meta")
 
 
-def measured_setup(source: Subject, ways: tuple[str, ...]) -> TrainingSetup:
-    """Return 2 ranks of a machine on which some ways to communicate were measured, and a few kernels of a model."""
+def measured_setup(source: Subject, way: str) -> TrainingSetup:
+    """Return 2 ranks of a machine on which a way to communicate was measured, and the kernels of a model."""
     setup = TrainingSetup(H100, 2, batch=4, precision=fullshard.MixedPrecisionPolicy())
     stretches = source.workload(setup).stretches
     works = {w._replace(count=1) for s in stretches for w in (*s.forward, *s.backward)}
@@ -249,16 +251,22 @@ def measured_setup(source: Subject, ways: tuple[str, ...]) -> TrainingSetup:
         for w in works
     )
     points = (Point(0, 1e-6), Point(1 << 20, 1e-3))
-    engine = dict.fromkeys(ways, EngineFigures(points, points, 1e-5, 1e-5, 1e-6))
+    engine = {
+        engine_key(way, torch.float32, torch.float32): EngineFigures(
+            points, points, 1e-5, 1e-5, 1e-6
+        )
+    }
     named = (SCHEMA, "here", "cpu", "2.13", "2026-01-01T00:00:00+00:00", 2, 1, 1e-6)
-    figures = MachineFigures(*named, kernels, engine, {"adamw": points})
+    figures = MachineFigures(
+        *named, kernels, engine, {optimizer_key("adamw", torch.float32): points}
+    )
     return dataclasses.replace(setup, machine=machine_of(figures, 1 << 30))
 
 
 @pytest.mark.parametrize("way", ["peer memory", "gloo"])
 def test_what_was_measured_is_searched_and_the_rest_is_counted(way: str) -> None:
     source = Subject(lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(6))), inputs=rows)
-    setup = measured_setup(source, (f"{way} float32",))
+    setup = measured_setup(source, way)
     found = search_training(source, setup)
     reasons = dict(found.left_out)
     assert sorted(reason.split(":")[0] for reason in reasons) == ["Offloading", "Replicas"]
