@@ -583,8 +583,9 @@ class Iteration:
             _free(unit)
         if not is_put_off:
             self._reduce(unit, grads, keeps=keeps)
-        if (following := self._prefetch_after.pop(id(unit), None)) is not None:
-            self.start_backward_unshard(following)  # BACKWARD_POST
+        following = self._prefetch_after.pop(id(unit), None)  # BACKWARD_POST
+        if following is not None and self._recorder.expects_backward(following.number):
+            self.start_backward_unshard(following)
 
     def free_joined(self, units: Iterable[Unit]) -> None:
         """Free units that were gathered with those of a module around them, used or not."""

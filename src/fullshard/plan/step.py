@@ -377,7 +377,8 @@ class _Step:
             self._reductions.reduce(unit)
         else:
             self._reductions.accumulate(unit)
-        if (following := self._prefetch_after.pop(unit.number, None)) is not None:
+        following = self._prefetch_after.pop(unit.number, None)
+        if following is not None and self._recorder.expects_backward(following.number):
             self._gathers.unshard(following)
 
 
