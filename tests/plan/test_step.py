@@ -258,4 +258,6 @@ def test_prefetch_is_what_the_recorder_predicts() -> None:
     assert order(on_device) == [*forward, *early]
     assert order(dataclasses.replace(on_device, backward_prefetch=None)) == [*forward, *late]
     ahead = [("all-gather", 1), ("all-gather", 2), ("forward", 1), ("forward", 2)]
+    kept = dataclasses.replace(on_device, reshard_after_forward=False)  # which waits for compute
+    assert order(kept) == [*ahead, ("backward", 2), ("backward", 1)]
     assert order(StepSettings(Sharding(4, GLOO))) == [*ahead, *early]

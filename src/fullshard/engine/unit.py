@@ -340,6 +340,12 @@ class Unit:
             and not self.watch.shards_changed_since_begin
         )
 
+    @property
+    def waits_for_compute(self) -> bool:
+        """True if a gather waits, with streams, for all that compute was given before it is started."""
+        buffers = self.params.buffers
+        return not self._may_be_behind or buffers is None or not buffers.may_rotate
+
     def wait_unshard(self) -> None:
         """Make the unsharded parameters usable and register them; no effect while sharded."""
         if self.phase is UnitPhase.GATHERING:

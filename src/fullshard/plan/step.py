@@ -246,14 +246,16 @@ class _Step:
         self._gathers.wait(unit)
         if not unit.plan.gathers:
             return  # such as a root whose parameters are all in other units
-        following = self._recorder.next_unit(unit.number)
-        settings = self._settings
-        # With streams the host runs ahead, so a gather starts early enough by itself.
-        is_early = settings.sharding.is_flat or not settings.has_streams
-        if following is None or not (settings.forward_prefetch and is_early):
+        number = self._recorder.next_unit(unit.number)
+        if number is None:
             return
-        if self._gathers.gains_from_prefetch(self._units[following]):
-            self._gathers.unshard(self._units[following])
+        following, settings = self._units[number], self._settings
+        is_early = settings.forward_prefetch
+        # With streams the host runs ahead, so a gather starts early enough by itself if it waits for little.
+        if settings.has_streams and not (is_early and settings.sharding.is_flat):
+            is_early = self._gathers.waits_for_compute(following)
+        if is_early and self._gathers.gains_from_prefetch(following):
+            self._gathers.unshard(following)
 
     def _compute_forward(self, run: Run) -> None:
         stretch = self._workload.stretches[run.stretch]
