@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -350,7 +351,7 @@ def test_units_are_the_repeated_layers_and_tied_weights_are_the_roots() -> None:
     assert {spec.name for spec in root} == {"position", "embed.weight", "norm.weight", "norm.bias"}
     assert {(spec.dtype, spec.compute_dtype) for spec in root} == {(torch.float32, torch.bfloat16)}
     first, *_, last = workload.events
-    assert first == Enter(0)
+    assert first == Enter(0, is_differentiable=False)  # numbers of tokens
     assert isinstance(last, Run)  # the loss
     assert unit_events(workload)[1:3] == [("Enter", "blocks.0"), ("Leave", "blocks.0")]
     assert sum(len(unit.params) for unit in workload.units) == len(list(model.parameters()))
@@ -426,10 +427,40 @@ def test_units_may_be_nested_called_twice_or_not_at_all() -> None:
     assert [unit.name for unit in workload.units] == ["", "outer", "outer.1", "unused"]
     call = [("Enter", "outer"), ("Enter", "outer.1"), ("Leave", "outer.1"), ("Leave", "outer")]
     assert unit_events(workload) == [("Enter", ""), *call, *call, ("Leave", "")]
+    entered = [event.is_differentiable for event in workload.events if isinstance(event, Enter)]
+    assert entered == [False, False, True, True, True]
     linear = 4 * (8 * 8 + 8)
     # Autograd leaves a gradient once it is whole: in the backward of the first call.
     assert [stretch.gradient_nbytes for stretch in runs(workload)] == [linear, linear, 0, 0, 0]
     assert workload.input_nbytes == 4 * 8 * 4
+
+
+class Parts(Stack):
+    """Layers with something of the root's between them; the last is read, and not called."""
+
+    def __init__(self, num: int, *, reads: bool = False) -> None:
+        super().__init__([nn.Linear(8, 8) for _ in range(num)])
+        self.scale = nn.Parameter(torch.ones(8))
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = layer(x * self.scale)
+        last = self.layers[-1]
+        return x @ last.weight if self.reads else x
+
+
+def test_a_unit_of_several_modules_runs_from_the_first_to_the_last() -> None:
+    layers = [f"layers.{n}" for n in range(4)]
+    units = [[layers[2], layers[0]], [*layers[1:2]], layers[3]]
+    workload = trace_workload(Parts(4), Example((torch.zeros(4, 8),)), units=units)
+    ends = "layers.0, layers.2"
+    assert [unit.name for unit in workload.units] == ["", ends, "layers.1", "layers.3"]
+    assert [len(unit.params) for unit in workload.units] == [1, 4, 2, 2]
+    middle = [("Enter", "layers.1"), ("Leave", "layers.1")]
+    assert unit_events(workload)[1:-1] == [("Enter", ends), *middle, ("Leave", ends)]
+    assert [e.unit for e in workload.events if isinstance(e, Run)][:5] == [0, 1, 0, 2, 0]
+    assert workload.running == {0, 1, 2}
 
 
 def unrolled(workload: Workload) -> list[Event | Stretch]:
@@ -591,6 +622,13 @@ def breaks(output: Tensor) -> Tensor:
     raise KeyError("mask")
 
 
+def _quantized() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8))
+    weight = TwoTensor(torch.zeros(8, 8), torch.zeros(8, 8))
+    model[0].weight = nn.Parameter(weight)
+    return model
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -603,6 +641,16 @@ def breaks(output: Tensor) -> Tensor:
         (lambda: trace_workload(Stack([]), EXAMPLE, units=["layers"]), r"layers \(ModuleList\)"),
         (lambda: trace_workload(mlp(1, 8).requires_grad_(False), EXAMPLE), "trained"),
         (lambda: trace_workload(mlp(1, 8), Example()), "no tensors"),
+        (lambda: trace_workload(mlp(3, 8), EXAMPLE, units=[["0", "2"], "2"]), "2 is in two units"),
+        (
+            lambda: trace_workload(Parts(2), EXAMPLE, units=[["layers.0", "layers.1"]]),
+            r"layers\.1 did not run",
+        ),
+        (
+            lambda: trace_workload(Parts(2, reads=True), EXAMPLE, units=["layers.0", "layers.1"]),
+            r"layers\.1\.weight is used",
+        ),
+        (lambda: trace_workload(_quantized(), EXAMPLE), "0.weight is a TwoTensor"),
         (
             lambda: trace_workload(mlp(1, 8), EXAMPLE, options=TraceOptions(loss=lambda x: x)),
             r"given as the loss, returned a tensor of shape \(",

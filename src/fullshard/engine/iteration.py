@@ -365,12 +365,13 @@ class Iteration:
         *,
         joined: Sequence[Unit],
         prefetches: bool,
+        is_first: bool = True,
         is_training: bool = True,
     ) -> None:
         """Make a module's units usable for its forward, and start gathering the next unit.
 
         joined: units inside it that are gathered with its own. prefetches: whether the order of the
-        last pass decides what is gathered early.
+        last pass decides what is gathered early. is_first: no other module of these units has begun.
         """
         # Backward has its own order, and its own checks.
         is_recomputation = self.backward.end() is not None
@@ -385,7 +386,7 @@ class Iteration:
             self.start_forward_unshard(unit)
         for unit in units:
             unit.wait_unshard()
-            if is_recomputation:
+            if is_recomputation or not is_first:
                 continue
             # Also where nothing is prefetched: this is what records the order.
             following = self._recorder.next_unit(unit.number)

@@ -97,7 +97,7 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class Recorder(TorchDispatchMode):
     """See operators of a forward, whose parts `next_stretch` separates, and then of its backward.
 
-    spans: in the order of the forward.
+    spans: in the order of the forward. with_gradient: watched parameters that have got one.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Recorder(TorchDispatchMode):
         )
         self._again: _Again | None = None
         self._grads: list[Tensor] = []  # gradients that the current span has left
-        self._had_grad: set[Tensor] = set()
+        self.with_gradient: set[Tensor] = set()
 
     # What is in use
 
@@ -134,8 +134,8 @@ class Recorder(TorchDispatchMode):
             parameter.register_post_accumulate_grad_hook(self._take_gradient)
 
     def _take_gradient(self, parameter: Any) -> None:
-        if parameter not in self._had_grad:
-            self._had_grad.add(parameter)
+        if parameter not in self.with_gradient:
+            self.with_gradient.add(parameter)
             self._span.gradient_nbytes += tensor_nbytes(parameter.grad)
         self._grads.append(parameter)
 

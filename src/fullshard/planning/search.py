@@ -153,6 +153,10 @@ def search_training(
             "known GPU, or with the numbers of one."
         )
     subject = model if isinstance(model, Subject) else Subject(model)
+    if not all(isinstance(unit, str) for unit in subject.units or ()):
+        raise SearchError(
+            "A search joins layers to units itself. Name each module alone: units=('layers.0', 'layers.1', ...)."
+        )
     if limit_nbytes is not None:
         gpu = dataclasses.replace(setup.machine.gpu, memory_nbytes=limit_nbytes)
         machine = dataclasses.replace(setup.machine, gpu=gpu)

@@ -10,7 +10,7 @@ A module is traced (`planning.traced`), sizes are counted (`planning.shapes`).
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,12 @@ from fullshard.planning.traced import (
     NeedsValuesError,
     TraceError,
     TraceOptions,
+    Units,
     build_without_memory,
     calling,
     default_units,
     explaining,
+    modules_of,
     name_of,
     token_example,
     trace_workload,
@@ -58,8 +60,7 @@ class Subject:
 
     model: see above. inputs: a function that returns what the model is called with: a tensor, a tuple of arguments,
         or a mapping of keywords. If it takes ``batch`` and ``seq``, it is given those. None gives numbers of tokens.
-    units: paths of the modules that `fully_shard` is called with; None takes the repeated layers.
-    loss: of what the model returns; see `TraceOptions`.
+    units: see `trace_workload`; None takes the repeated layers. loss: of what the model returns; see `TraceOptions`.
 
     Raises SetupError for what is no model, and TraceError for a function that cannot make one.
     """
@@ -69,7 +70,7 @@ class Subject:
         model: Model,
         *,
         inputs: Inputs | None = None,
-        units: Sequence[str] | None = None,
+        units: Units | None = None,
         loss: Callable[[Any], Tensor] | None = None,
     ) -> None:
         self._units, self._inputs, self._loss = units, inputs, loss
@@ -177,7 +178,7 @@ class Subject:
         return model, Example(args, kwargs), TraceOptions(setup.precision, loss=self._loss)
 
     @property
-    def units(self) -> Sequence[str] | None:
+    def units(self) -> Units | None:
         """Paths of the units, as they were given."""
         return self._units
 
@@ -323,10 +324,10 @@ def _fused(workload: Workload) -> Workload:
 
 
 @contextlib.contextmanager
-def checkpointed(model: nn.Module, units: Sequence[str] | None, how: str) -> Iterator[None]:
+def checkpointed(model: nn.Module, units: Units | None, how: str) -> Iterator[None]:
     """Let units but the root recompute their forward in backward, as a wrapper for activation checkpointing does."""
     named = dict(model.named_modules())
-    chosen = default_units(model) if units is None else units
+    chosen = default_units(model) if units is None else modules_of(units)
     modules = [named[path] for path in chosen if path in named and path] if how != "none" else []
     if how != "none" and not modules:
         raise TraceError(

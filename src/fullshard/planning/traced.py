@@ -45,6 +45,8 @@ from fullshard.torch_private import (
 )
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+# Paths of modules; several of one unit, as ``fully_shard([a, b])`` makes it.
+Units = Sequence[str | Sequence[str]]
 
 
 class TraceError(FullshardError, ValueError):
@@ -121,15 +123,15 @@ def trace_workload(
     model: nn.Module,
     example: Example,
     *,
-    units: Sequence[str] | None = None,
+    units: Units | None = None,
     options: TraceOptions = TraceOptions(),
 ) -> Workload:
     """Run a forward and a backward on fake tensors, and return what they compute and keep.
 
     model: on any device, meta included, not sharded yet. It is left as it was. Nothing of its size is allocated,
         and a model of 80 layers takes a second or two.
-    units: paths of the modules that `fully_shard` is called with; the root is always one. None takes the repeated
-        layers.
+    units: paths of the modules that `fully_shard` is called with: of one, or of several together; the root is always
+        one. None takes the repeated layers.
 
     Peaks are of tensors: memory that an operator takes for itself is not seen. Raises TraceError, with the path of
     the module, for a model that cannot be run like this.
@@ -155,7 +157,7 @@ def record_pass(
     model: nn.Module,
     example: Example,
     *,
-    units: Sequence[str] | None,
+    units: Units | None,
     options: TraceOptions,
 ) -> None:
     """Run a forward and a backward, as `trace_workload` does, that a recorder of the caller's sees."""
@@ -165,7 +167,7 @@ def record_pass(
 
 def _traced(
     model: nn.Module,
-    paths: Sequence[str],
+    units: "_Paths",
     example: Example,
     owned: "Sequence[_Owned]",
     options: TraceOptions,
@@ -176,7 +178,7 @@ def _traced(
             stack.enter_context(_without_values(example))
         if options.attends_as_gpu:
             stack.enter_context(AttentionOfGpu())
-        run = _Run(model, paths, options, recorder or Recorder())
+        run = _Run(model, units, options, recorder or Recorder())
         run.replace_tensors(owned)
         run.wrap_units()
         args, kwargs = run.take(example)
@@ -265,38 +267,54 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward not in (nn.Module.forward, forward_unimplemented)
 
 
-def _unit_paths(model: nn.Module, units: Sequence[str] | None) -> list[str]:
-    """Return the paths of units, the root first, in the order of ``named_modules``."""
-    chosen = {"", *(default_units(model) if units is None else units)}
+# The paths of each unit's modules, the root first.
+_Paths = Sequence[tuple[str, ...]]
+
+
+def modules_of(units: Units) -> list[str]:
+    """Return the paths of all modules of units."""
+    return [path for each in units for path in ([each] if isinstance(each, str) else each)]
+
+
+def _unit_paths(model: nn.Module, units: Units | None) -> _Paths:
+    """Return the paths of units, in the order of ``named_modules``. A module inside another one of its unit counts nothing."""
+    given = default_units(model) if units is None else units
+    groups = [(each,) if isinstance(each, str) else tuple(each) for each in given]
     named = dict(model.named_modules())
     known = {clean_name(path): path for path in named} | {path: path for path in named}
-    if unknown := sorted(chosen - known.keys()):
+    if unknown := sorted({*modules_of(groups)} - known.keys()):
         repeated = default_units(model) or [path for path in named if path]
         raise TraceError(
             f"{type(model).__name__} has no module {first_names(unknown)}. Units are paths of its "
             f"named_modules(), such as {first_names(repeated, 4)}."
         )
-    chosen = {known[name] for name in chosen}
-    for path in sorted(chosen):
+    place = {path: number for number, path in enumerate(named)}
+    found: set[tuple[str, ...]] = {("",)}
+    for group in groups:
+        paths = {known[path] for path in group}
+        inner = {each for each in paths for other in paths - {each} if contains(other, each)}
+        found.add(tuple(sorted(paths - inner, key=place.__getitem__)))
+    modules = modules_of([*found])
+    for path in sorted({*modules}):
+        if modules.count(path) > 1:
+            raise TraceError(f"{path or 'the root'} is in two units: name it once.")
         if not _has_forward(named[path]):
             raise TraceError(
                 f"{path or 'the root'} ({type(named[path]).__name__}) has no forward of its own, so it cannot be a "
                 "unit. Name the modules inside it."
             )
-    return [path for path in named if path in chosen]
+    return sorted(found, key=lambda group: place[group[0]])
 
 
 class _Owned(NamedTuple):
-    """A parameter and its unit."""
+    """A parameter and its unit, by number."""
 
     parameter: nn.Parameter
     spec: ParamSpec
-    unit: str
+    unit: int
 
 
-def _unit_params(
-    model: nn.Module, paths: Sequence[str], policy: MixedPrecisionPolicy
-) -> list[_Owned]:
+def _unit_params(model: nn.Module, units: _Paths, policy: MixedPrecisionPolicy) -> list[_Owned]:
     """Return all parameters, once each, in the order of their first names."""
     users: dict[nn.Parameter, list[str]] = {}
     names: dict[nn.Parameter, str] = {}
@@ -307,8 +325,25 @@ def _unit_params(
                     f"{name} is a {type(parameter).__name__}. Trace the model before it is sharded, and after lazy "
                     "modules have run once."
                 )
+            if hasattr(parameter, "__tensor_flatten__") or hasattr(
+                parameter, "fsdp_pre_all_gather"
+            ):
+                raise TraceError(
+                    f"{name} is a {type(parameter).__name__}, which is made of other tensors or says itself what is "
+                    "gathered of it. Such parameters are not planned. Plan the model as it is before they are converted."
+                )
             users.setdefault(parameter, []).append(path)
             names.setdefault(parameter, clean_name(name))
+    numbers = {path: number for number, paths in enumerate(units) for path in paths}
+
+    def unit_of(using: Sequence[str]) -> int:
+        inner = {numbers[cast(str, lowest_common_unit([path], numbers))] for path in using}
+        return (
+            inner.pop()
+            if len(inner) == 1
+            else numbers[cast(str, lowest_common_unit(using, numbers))]
+        )
+
     return [
         _Owned(
             parameter,
@@ -319,7 +354,7 @@ def _unit_params(
                 _compute_dtype(parameter, policy),
                 trainable=parameter.requires_grad,
             ),
-            cast(str, lowest_common_unit(using, paths)),
+            unit_of(using),
         )
         for parameter, using in users.items()
     ]
@@ -525,20 +560,29 @@ def _line(error: Exception) -> str:
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
 
 
+class _Call(NamedTuple):
+    """A unit's module is called, or returns. is_differentiable: something that it is given, or returns, needs a gradient."""
+
+    path: str
+    begins: bool
+    is_differentiable: bool
+
+
 class _Run:
     """One forward and backward of a model whose tensors are replaced, and what happens in it."""
 
     def __init__(
-        self, model: nn.Module, paths: Sequence[str], options: TraceOptions, recorder: Recorder
+        self, model: nn.Module, units: _Paths, options: TraceOptions, recorder: Recorder
     ) -> None:
         self.model = model
-        self.paths = paths
+        self.units = units
         self.options = options
         self.recorder = recorder
-        self._log: list[Event | int] = []  # what happens in the forward; numbers are of spans
-        self._recomputed: set[int] = set()  # units
+        self._log: list[_Call | int] = []  # what happens in the forward; numbers are of spans
+        self._recomputed: set[str] = set()  # modules of units
         self._held_nbytes = 0
-        self._copies: list[tuple[str, str]] = []  # units that were traced, and that repeat them
+        self._params: list[Tensor] = []  # as they are during the step
+        self._copies: list[tuple[str, str]] = []  # modules that were traced, and that repeat them
         self.repeats = Repeats(recorder)
 
     # Tensors
@@ -566,6 +610,7 @@ class _Run:
             fake = self._replaced(parameter, spec.compute_dtype)
             known[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
             self.recorder.watch(known[id(parameter)])
+            self._params.append(known[id(parameter)])
         for module in self.model.modules():
             registries: tuple[dict[str, Any], ...] = (
                 module._parameters,
@@ -602,53 +647,47 @@ class _Run:
     # Units
 
     def wrap_units(self) -> None:
-        for index, path in enumerate(self.paths):
+        for path in (path for paths in self.units for path in paths):
             module = self.model.get_submodule(path)
-            vars(module)["forward"] = self._around(index, module)
+            vars(module)["forward"] = self._around(path, module)
 
-    def _around(self, index: int, module: nn.Module) -> Callable[..., Any]:
+    def _around(self, path: str, module: nn.Module) -> Callable[..., Any]:
         """Return a forward that says when it begins and ends, and casts as the engine's hooks do."""
         forward, policy, recorder = module.forward, self.options.precision, self.recorder
-        caller = Caller(self.paths[index], module)
+        caller = Caller(path, module)
 
         @functools.wraps(forward)
         def around(*args: Any, **kwargs: Any) -> Any:
-            may_repeat = index > 0 and self.options.reuses_equal and not recorder.is_backward
+            may_repeat = path and self.options.reuses_equal and not recorder.is_backward
             if may_repeat and (found := self.repeats.look_up(caller, args, kwargs)) is not None:
-                self._log += self._renamed(found.events, found.path, caller.path)
-                self._copies.append((found.path, caller.path))
+                self._log += [
+                    each._replace(path=_moved(each.path, found.path, path))
+                    if isinstance(each, _Call)
+                    else each
+                    for each in found.events
+                ]
+                self._copies.append((found.path, path))
                 return found.outputs
-            self._mark(Enter(index))
+            self._mark(_Call(path, True, _may_differentiate((args, kwargs))))
             start = len(self._log) - 1
             if policy.param_dtype is not None and policy.cast_forward_inputs:
                 args, kwargs = _cast((args, kwargs), policy.param_dtype)
             outputs = forward(*args, **kwargs)
             if policy.output_dtype is not None:
                 outputs = _cast(outputs, policy.output_dtype)
-            self._mark(Leave(index))
+            self._mark(_Call(path, False, _may_differentiate(outputs)))
             if may_repeat:
                 self.repeats.note(outputs, self._log[start:])
             return outputs
 
         return around
 
-    def _mark(self, event: Event) -> None:
+    def _mark(self, call: _Call) -> None:
         if self.recorder.is_backward:
-            if isinstance(event, Enter):
-                self._recomputed.add(event.unit)
+            self._recomputed.add(call.path)
         else:
-            self._log += [len(self.recorder.spans) - 1, event]
+            self._log += [len(self.recorder.spans) - 1, call]
         self.recorder.next_stretch()
-
-    def _renamed(self, events: Iterable[Any], path: str, new: str) -> Iterator[Any]:
-        """Return what happened in a unit as if it had happened in another one, nested units included."""
-        numbers = {name: number for number, name in enumerate(self.paths)}
-        for event in events:
-            if isinstance(event, Enter | Leave):
-                name = new + self.paths[event.unit].removeprefix(path)
-                yield event._replace(unit=numbers[name])
-            else:
-                yield event
 
     # A step
 
@@ -671,8 +710,8 @@ class _Run:
         del loss
         self.recorder.end_backward()
         for path, new in self._copies:
-            entered = [Enter(unit) for unit in self._recomputed if contains(path, self.paths[unit])]
-            self._recomputed |= {event.unit for event in self._renamed(entered, path, new)}
+            inside = [each for each in self._recomputed if contains(path, each)]
+            self._recomputed |= {_moved(each, path, new) for each in inside}
 
     @property
     def _spans(self) -> list[Span]:
@@ -685,21 +724,22 @@ class _Run:
         return sum(span.saved_nbytes - span.freed_nbytes for span in self._spans) == 0
 
     def workload(self, owned: Sequence[_Owned], example: Example) -> Workload:
-        """Return what has happened."""
+        """Return what has happened. Raises TraceError for units that the engine would not gather when they are used."""
         stretches: list[Stretch] = []
         numbers: dict[int, int] = {}  # by span
         for number, span in enumerate(self.recorder.spans):
             if (stretch := span.stretch()) is not None:
                 numbers[number] = len(stretches)
                 stretches.append(stretch)
-        return Workload(
+        workload = Workload(
             units=tuple(
                 WorkloadUnit(
-                    clean_name(path),
-                    tuple(each.spec for each in owned if each.unit == path),
-                    index in self._recomputed,
+                    ", ".join(map(clean_name, paths)),
+                    tuple(each.spec for each in owned if each.unit == number),
+                    # Of several modules each is computed again by itself.
+                    len(paths) == 1 and paths[0] in self._recomputed,
                 )
-                for index, path in enumerate(self.paths)
+                for number, paths in enumerate(self.units)
             ),
             events=tuple(self._events(numbers)),
             stretches=tuple(stretches),
@@ -710,16 +750,48 @@ class _Run:
             model_flops=sum(span.model_flops for span in self._spans),
             tokens=example.num_tokens,
         )
+        for each, param in zip(owned, self._params, strict=True):
+            if each.unit not in workload.running and param in self.recorder.with_gradient:
+                raise TraceError(
+                    f"{each.spec.name} is used, and the forward of its unit ({workload.units[each.unit].name}) does not "
+                    "run, which would gather it. Let units be modules that are called."
+                )
+        return workload
 
-    def _events(self, numbers: Mapping[int, int]) -> Iterator[Event]:
+    def _events(self, spans: Mapping[int, int]) -> Iterator[Event]:
+        numbers = {path: number for number, paths in enumerate(self.units) for path in paths}
         within = [0]
-        for event in self._log:
-            if isinstance(event, int):
-                if event in numbers:
-                    yield Run(numbers[event], within[-1])
+        to_run: dict[int, set[str]] = {}  # modules of units, from the first to the last
+        for call in self._log:
+            if isinstance(call, int):
+                if call in spans:
+                    yield Run(spans[call], within[-1])
                 continue
-            if isinstance(event, Enter):
-                within.append(event.unit)
-            else:
+            unit = numbers[call.path]
+            if not call.begins:
                 within.pop()
-            yield event
+            is_inner = unit in within[1:]  # called by itself
+            if call.begins:
+                within.append(unit)
+                if not (is_inner or to_run.get(unit)):
+                    to_run[unit] = {*self.units[unit]}
+                    yield Enter(unit, call.is_differentiable)
+            elif not is_inner:
+                to_run[unit].discard(call.path)
+                if not to_run[unit]:
+                    yield Leave(unit, call.is_differentiable)
+        if left := next(filter(None, to_run.values()), None):
+            raise TraceError(
+                f"{first_names(sorted(left))} did not run, and others of its unit did, which would stay gathered until "
+                "the model's forward ends. That is not planned: let units be of modules that run together."
+            )
+
+
+def _moved(path: str, old: str, new: str) -> str:
+    """Return the path of what is at the same place inside another module."""
+    return new + path.removeprefix(old)
+
+
+def _may_differentiate(tree: Any) -> bool:
+    """Whether something in it needs a gradient; without gradients, as in reentrant checkpoints, nobody can tell yet."""
+    return not torch.is_grad_enabled() or any(each.requires_grad for each in tensors_of(tree))

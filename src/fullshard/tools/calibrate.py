@@ -31,7 +31,7 @@ from fullshard.planning.calibration import (
     Point,
 )
 from fullshard.planning.stopwatch import kernel_seconds, time_passes, typical
-from fullshard.planning.traced import Example, TraceOptions, trace_workload
+from fullshard.planning.traced import Example, TraceOptions, Units, trace_workload
 
 if TYPE_CHECKING:
     from fullshard.tools.plan_options import PlanOptions
@@ -53,7 +53,7 @@ class Model:
 
     build: Callable[[], nn.Module]
     example: Example
-    units: Sequence[str] | None
+    units: Units | None
     options: TraceOptions
     workload: Workload
 
