@@ -18,14 +18,15 @@ from fullshard.plan.gradient_dtypes import (
     GradientDtypes,
     flat_gradient_dtypes,
     gradient_dtypes,
+    may_overflow,
 )
 from fullshard.plan.layout import ParamLayout, ParamSpec, UnitLayout
 from fullshard.plan.ways import (
+    GLOO,
     ONE_RANK,
     PEER_MEMORY,
     GatherMemory,
     ReduceMemory,
-    Region,
     Way,
     flags_nbytes,
     gather_memory,
@@ -242,17 +243,14 @@ def _plan_bucket(bucket: GradientBucket, sharding: Sharding) -> BucketPlan:
     layout, reduce_dtype, way = bucket.layout, bucket.reduce_dtype, sharding.shard_way
     is_alone = sharding.data_parallel_size == 1
     total_dtype = reduce_dtype if is_alone else way.sum_dtype(reduce_dtype)
-    # To avoid overflow: see `engine.gradients.bucket`.
-    is_scaled = reduce_dtype == torch.float16 and (
-        sharding.replicate_size > 1 or total_dtype == reduce_dtype
-    )
+    replicas = sharding.replicate_size > 1
+    is_scaled = may_overflow(reduce_dtype, total_dtype, has_replicas=replicas)
 
     def memory(full_dtype: torch.dtype, *, accumulated: bool) -> ReduceMemory:
         wire = total_dtype if way.sums_natively else _wire(bucket, accumulated=accumulated)
         return reduce_memory(layout, way, wire, full_dtype=full_dtype, is_scaled=is_scaled)
 
     is_wide = not layout.is_flat
-    replicas = sharding.replicate_size > 1
     reduced_nbytes = layout.shard_numel * reduce_dtype.itemsize
     return BucketPlan(
         first=memory(layout.compute_dtype, accumulated=False),
@@ -275,7 +273,4 @@ def kept_nbytes(plan: UnitPlan, group_size: int) -> int:
 def smaller_gather(plan: UnitPlan, group_size: int) -> tuple[GatherMemory, ...]:
     """Return what gathering a unit over a smaller group takes, per bucket."""
     buckets = (regroup(each, shard_size=group_size) for each in plan.layout.buckets)
-    return tuple(
-        GatherMemory(b.unsharded_nbytes, 0, Region(b.shard_size * b.packed_numel, b.compute_dtype))
-        for b in buckets
-    )
+    return tuple(gather_memory(each, GLOO, is_offloaded=False) for each in buckets)
