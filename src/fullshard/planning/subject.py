@@ -108,7 +108,7 @@ class Subject:
         self._build, name = model, name_of(model)
         _check_call(model, "a function that returns a model is called without arguments")
         try:
-            made = build_without_memory(model, name)
+            made = build_without_memory(model)
         except NeedsValuesError:
             if self._inputs is None:
                 raise
@@ -302,12 +302,9 @@ def _fused(workload: Workload) -> Workload:
         )
 
     def one(stretch: Stretch) -> Stretch:
-        return replace(
-            stretch,
-            forward=share(stretch.forward),
-            backward=share(stretch.backward),
-            recomputed=share(stretch.recomputed),
-        )
+        kinds = ("forward", "backward", "recomputed")
+        works: dict[str, Any] = {name: share(getattr(stretch, name)) for name in kinds}
+        return replace(stretch, **works)
 
     return replace(workload, stretches=tuple(map(one, workload.stretches)))
 

@@ -157,27 +157,21 @@ def record_pass(
         args, kwargs = run.take(example)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(recorder)
-        stack.enter_context(
-            explaining(
-                type(model).__name__,
-                " cannot be run on this example:",
-                "Give inputs as the model takes them (inputs=; --example-input MODULE:FUNCTION).",
-                model=model,
-            )
-        )
-        run.forward_and_backward(args, kwargs, example)
+        helps = "Give inputs as the model takes them (inputs=; --example-input MODULE:FUNCTION)."
+        failed = " cannot be run on this example:"
+        with recorder, explaining(type(model).__name__, failed, helps, model=model):
+            run.forward_and_backward(args, kwargs, example)
     return run
 
 
-def build_without_memory(build: Callable[[], ModelT], name: str = "") -> ModelT:
+def build_without_memory(build: Callable[[], ModelT]) -> ModelT:
     """Return the model that a function builds, on the meta device.
 
-    name: of the function, for messages. Raises NeedsValuesError for a model that reads values, and TraceError for one
-    that cannot be built; both with the classes of the modules that were being built.
+    Raises NeedsValuesError for a model that reads values, and TraceError for one that cannot be built; both with the
+    classes of the modules that were being built.
     """
     helps = "It is built on the meta device, so it may neither read its tensors nor load weights; or give a built model."
-    with explaining(name or name_of(build), BUILDING, helps), torch.device("meta"):
+    with explaining(name_of(build), BUILDING, helps), torch.device("meta"):
         return build()
 
 
@@ -191,22 +185,18 @@ def default_units(model: nn.Module) -> list[str]:
     the outermost modules of one kind that hold as much. A kind is a class of the program's own; or one of torch's in
     an `nn.Sequential` or a list, with the classes inside it.
     """
-    groups = _repeated(model)
     listed = {id(module) for module in sharding_units(model) if _has_forward(module)}
     layers = [path for path, module in model.named_modules() if id(module) in listed]
-    numel = [_numel(model, paths) for paths in groups]
-    half = max(numel, default=0) / 2
+    groups = _repeated(model)
+    half = max((_numel(model, paths) for paths in groups), default=0) / 2
     if layers and _numel(model, layers) >= half:
         return layers
-    # The outermost first. By the deepest of each: the first layers of a net may be of a kind that is in its blocks.
-    order = sorted(
-        (max(path.count(".") for path in paths), -count, number)
-        for number, (paths, count) in enumerate(zip(groups, numel, strict=True))
-        if count >= half > 0
-    )
-    if not order:
+    large = [paths for paths in groups if _numel(model, paths) >= half > 0]
+    if not large:
         return layers
-    outer, *inner = (groups[number] for *_, number in order)
+    # The outermost first. By the deepest of each: the first layers of a net may be of a kind that is in its blocks.
+    large.sort(key=lambda paths: (max(path.count(".") for path in paths), -_numel(model, paths)))
+    outer, *inner = large
     if len(outer) >= _FEW:
         return outer
     # Two towers or stages are too few units, if they have many layers.
@@ -285,8 +275,7 @@ def _unit_params(
     model: nn.Module, paths: Sequence[str], policy: MixedPrecisionPolicy
 ) -> list[_Owned]:
     """Return all parameters, once each, in the order of their first names."""
-    users: dict[nn.Parameter, list[str]] = {}
-    names: dict[nn.Parameter, str] = {}
+    names: dict[nn.Parameter, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(path, recurse=False):
             if isinstance(parameter, DTensor | nn.parameter.UninitializedParameter):
@@ -294,21 +283,20 @@ def _unit_params(
                     f"{name} is a {type(parameter).__name__}. Trace the model before it is sharded, and after lazy "
                     "modules have run once."
                 )
-            users.setdefault(parameter, []).append(path)
-            names.setdefault(parameter, clean_name(name))
+            names.setdefault(parameter, []).append(name)
     return [
         _Owned(
             parameter,
             ParamSpec(
-                names[parameter],
+                clean_name(known_as[0]),
                 tuple(parameter.shape),
                 parameter.dtype,
                 _compute_dtype(parameter, policy),
                 trainable=parameter.requires_grad,
             ),
-            cast(str, lowest_common_unit(using, paths)),
+            cast(str, lowest_common_unit([name.rpartition(".")[0] for name in known_as], paths)),
         )
-        for parameter, using in users.items()
+        for parameter, known_as in names.items()
     ]
 
 
