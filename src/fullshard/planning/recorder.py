@@ -92,9 +92,8 @@ class Recorder(TorchDispatchMode):
         self.spans = [Span()]
         self.is_backward = False
         self.num_recorded = 0  # operators that computed something, or made memory
-        self._starts = [
-            (0, 0)
-        ]  # numbers of nodes, in ascending order, and the spans that begin there
+        # Numbers of nodes, in ascending order, and the spans that begin there.
+        self._starts = [(0, 0)]
         self._current = 0
         self._last = self.spans[0]  # of the forward, in which something was recorded
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}

@@ -466,17 +466,16 @@ class _Run:
 
     def _replaced(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor of this shape whose memory counts nothing: without values, or on the same memory."""
+        dtype = dtype or tensor.dtype
         if self._options.has_values:
             if tensor.is_meta:
                 raise TraceError(
                     f"A tensor of shape {tuple(tensor.shape)} is on the meta device: a run with values needs a model "
                     "and an example that have some."
                 )
-            made = tensor.detach().to(dtype or tensor.dtype)
+            made = tensor.detach().to(dtype)
         elif tensor.layout is torch.strided:
-            made = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="cpu"
-            )
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
         else:
             raise TraceError(
                 f"A tensor of shape {tuple(tensor.shape)} has the layout {tensor.layout}: only dense ones can be traced."
