@@ -344,7 +344,7 @@ _MOST_LINES = {
     "optim": 2136,
     "peers": 3354,
     "plan": 4050,
-    "planning": 7000,
+    "planning": 6400,
     "state": 3270,
     "tools": 18600,
     "top": 2200,

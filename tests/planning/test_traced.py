@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -38,6 +39,11 @@ BF16 = MixedPrecisionPolicy(torch.bfloat16)
 
 def runs(workload: Workload) -> list[Stretch]:
     return [workload.stretches[e.stretch] for e in workload.events if isinstance(e, Run)]
+
+
+def works(workload: Workload) -> Iterator[Work]:
+    for stretch in runs(workload):
+        yield from stretch.forward + stretch.recomputed + stretch.backward
 
 
 def peak_nbytes(workload: Workload) -> int:
@@ -167,47 +173,59 @@ def _loss(outputs: Tensor) -> Tensor:
     return outputs.float().square().mean()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", CASES)
-def test_bytes_are_those_of_a_real_run(name: str, dtype: torch.dtype) -> None:
-    make, inputs = CASES[name]
-    torch.manual_seed(0)
-    model, x = make(), inputs()
-    precision = BF16 if dtype is torch.bfloat16 else MixedPrecisionPolicy()
-    options = TraceOptions(precision, loss=_loss)
-    workload = trace_workload(model, Example((x,)), options=options)
-
-    real = real_run(model.to(dtype), x)
+def check_bytes(workload: Workload, model: nn.Module, x: Tensor) -> None:
+    real = real_run(model, x)
     assert peak_nbytes(workload) == pytest.approx(real.peak_nbytes, rel=0.01)
     saved_nbytes = sum(s.saved_nbytes for s in runs(workload))
     assert saved_nbytes == pytest.approx(real.saved_nbytes, rel=0.01)
     assert saved_nbytes == sum(s.freed_nbytes for s in runs(workload))
-    assert all(p.device.type == "cpu" and p.grad is None for p in model.parameters())
     assert sum(s.gradient_nbytes for s in runs(workload)) == sum(
         p.nbytes for p in model.parameters() if p.requires_grad
-    )
-    assert sum(s.saved_nbytes for s in runs(workload)) == sum(
-        s.freed_nbytes for s in runs(workload)
     )
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_with_values_is_the_same(name: str) -> None:
+def test_a_trace_is_like_a_real_run(name: str) -> None:
     make, inputs = CASES[name]
+    torch.manual_seed(0)
     model, x = make(), inputs()
-    example = Example((x,))
-    fake = trace_workload(model, example, options=TraceOptions(loss=_loss))
-    real = trace_workload(model, example, options=TraceOptions(loss=_loss, has_values=True))
-    assert fake == real
+    example, options = Example((x,)), TraceOptions(loss=_loss)
+    workload = trace_workload(model, example, options=options)
+    with_values = dataclasses.replace(options, has_values=True)
+    assert trace_workload(model, example, options=with_values) == workload
+    assert all(p.device.type == "cpu" and p.grad is None for p in model.parameters())
+
+    with FlopCounterMode(display=False) as counter:
+        _loss(model(x)).backward()
+    matmuls = [work for work in works(workload) if work.kind is WorkKind.MATMUL]
+    # The counter does not know the CPU's attention (torch 2.13).
+    assert sum(work.flops * work.count for work in matmuls) == counter.get_total_flops()
+    assert all(min(work.shape) > 0 for work in matmuls)
+
+    model.zero_grad()
+    x.grad = None
+    check_bytes(workload, model, x)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_in_bfloat16_are_those_of_a_real_run(name: str) -> None:
+    make, inputs = CASES[name]
+    torch.manual_seed(0)
+    model, x = make(), inputs()
+    workload = trace_workload(model, Example((x,)), options=TraceOptions(BF16, loss=_loss))
+    check_bytes(workload, model.bfloat16(), x)
+
+
+class Autocast(Transformer):
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(tokens)
 
 
 def test_autocasts_copies_are_activations() -> None:
-    model, tokens = Transformer(dim=64, num_blocks=3, max_seq=64), _tokens()
-    options = TraceOptions(loss=_loss, autocast=torch.bfloat16)
-    workload = trace_workload(model, Example((tokens,)), options=options)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        measured = real_run(model, tokens).peak_nbytes
-    assert peak_nbytes(workload) == pytest.approx(measured, rel=0.01)
+    model, tokens = Autocast(dim=64, num_blocks=3, max_seq=64), _tokens()
+    workload = trace_workload(model, Example((tokens,)), options=TraceOptions(loss=_loss))
+    assert peak_nbytes(workload) == pytest.approx(real_run(model, tokens).peak_nbytes, rel=0.01)
 
 
 def test_experts_that_see_what_is_sent_to_them_run_with_values() -> None:
@@ -224,25 +242,6 @@ def test_experts_that_see_what_is_sent_to_them_run_with_values() -> None:
 
 
 # FLOPs
-
-
-def works(workload: Workload) -> Iterator[Work]:
-    for stretch in runs(workload):
-        yield from stretch.forward + stretch.recomputed + stretch.backward
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_flops_are_those_of_torchs_counter(name: str) -> None:
-    make, inputs = CASES[name]
-    model, x = make(), inputs()
-    workload = trace_workload(model, Example((x,)), options=TraceOptions(loss=_loss))
-    with FlopCounterMode(display=False) as counter:
-        _loss(model(x)).backward()
-    matmuls = [work for work in works(workload) if work.kind is WorkKind.MATMUL]
-    # The counter does not know the CPU's attention (torch 2.13).
-    assert sum(work.flops * work.count for work in matmuls) == counter.get_total_flops()
-    for m, n, k in (work.shape for work in matmuls):
-        assert min(m, n, k) > 0
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -352,7 +351,7 @@ def test_units_are_the_repeated_layers_and_tied_weights_are_the_roots() -> None:
     assert {(spec.dtype, spec.compute_dtype) for spec in root} == {(torch.float32, torch.bfloat16)}
     first, *_, last = workload.events
     assert first == Enter(0, is_differentiable=False)  # numbers of tokens
-    assert isinstance(last, Run)  # the loss
+    assert last == Run(len(workload.stretches) - 1, -1)  # the loss
     assert unit_events(workload)[1:3] == [("Enter", "blocks.0"), ("Leave", "blocks.0")]
     assert sum(len(unit.params) for unit in workload.units) == len(list(model.parameters()))
 
@@ -506,19 +505,6 @@ def test_equal_layers_are_traced_once_and_counted_each_time(family: str, recompu
     assert one.model_flops == whole.model_flops
 
 
-def test_layers_with_units_inside_are_repeated_with_them() -> None:
-    torch.manual_seed(0)
-    model = Stack(
-        [nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))) for _ in range(5)]
-    )
-    units = [name for i in range(5) for name in (f"layers.{i}", f"layers.{i}.1")]
-    example = Example((torch.zeros(4, 8),))
-    one = trace_workload(model, example, units=units)
-    whole = trace_workload(model, example, units=units, options=TraceOptions(reuses_equal=False))
-    assert len(one.stretches) < len(whole.stretches)
-    assert unrolled(one) == unrolled(whole)
-
-
 class Wide(nn.Module):
     """Keeps a copy of its input for the backward, and not the input."""
 
@@ -541,17 +527,47 @@ class Remembering(Stack):
         return torch.stack(seen)
 
 
-def test_layers_whose_outputs_are_kept_are_all_traced() -> None:
+class InTurn(Stack):
+    """Every second layer is recomputed in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = checkpoint(layer, x, use_reentrant=False) if number % 2 else layer(x)
+        return x
+
+
+def _nested() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
+
+
+# A model, its units, and whether any of them need no trace.
+LAYERS: dict[str, tuple[Callable[[], nn.Module], list[str], bool]] = {
+    "alike": (lambda: Stack([Wide() for _ in range(5)]), [], True),
+    "whose outputs are kept": (lambda: Remembering([Wide() for _ in range(5)]), [], False),
+    "with units inside": (lambda: Stack([_nested() for _ in range(5)]), [".1"], True),
+    "recomputed in turn": (lambda: InTurn([mlp(2, 8) for _ in range(8)]), [], False),
+    "of two sizes in turn": (
+        lambda: Stack([nn.Linear(8 + 8 * (n % 2), 16 - 8 * (n % 2)) for n in range(8)]),
+        [],
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_are_left_out_where_that_changes_nothing(name: str) -> None:
+    make, inside, is_left_out = LAYERS[name]
     torch.manual_seed(0)
-    example = Example((torch.zeros(4, 8),))
-    for kind, is_left_out in ((Stack, True), (Remembering, False)):
-        model = kind([Wide() for _ in range(5)])
-        one, whole = (
-            trace_workload(model, example, options=TraceOptions(reuses_equal=reuses))
-            for reuses in (True, False)
-        )
-        assert (len(one.stretches) < len(whole.stretches)) is is_left_out
-        assert unrolled(one) == unrolled(whole)
+    model, example = make(), Example((torch.zeros(4, 8),))
+    layers = [path for path, _ in model.named_modules() if re.fullmatch(r"layers\.\d", path)]
+    units = [path + each for path in layers for each in ("", *inside)]
+    one, whole = (
+        trace_workload(model, example, units=units, options=TraceOptions(reuses_equal=reuses))
+        for reuses in (True, False)
+    )
+    assert (len(one.stretches) < len(whole.stretches)) is is_left_out
+    assert unrolled(one) == unrolled(whole)
+    assert one.units == whole.units
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -28,7 +28,7 @@ import fullshard
 from fullshard.local_ranks import die_with_launcher
 from fullshard.peers.stacks import folded_traceback
 from fullshard.tools.exits import Exit
-from fullshard.tools.launch import Place
+from fullshard.tools.launch import Place, leave
 from fullshard.tools.progress import Reporter, Reporting
 from fullshard.tools.verify.options import VerifyOptions
 from fullshard.tools.verify.program import load_program, train
@@ -70,7 +70,7 @@ def run_rank(side: Side, place: Place, *, threads: int, watch: type[Watching] = 
         report.note(f"{options.ranks} ranks: {options.steps} steps{of_what}, {side.label}")
         run_side(side, report, on_over=end_soon, watch=watch)
     # Not by way of what is registered to run at exit: loggers that wait for a network, groups for ranks.
-    return leave(Exit.OK)
+    leave(Exit.OK)
 
 
 def run_side(
@@ -143,13 +143,6 @@ def _join(options: VerifyOptions, place: Place) -> None:
     torch.accelerator.set_device_index(place.local_rank)
     device = torch.device(options.device, place.local_rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=limit)
-
-
-def leave(code: Exit) -> Exit:
-    """End this process at once, without what is registered to run at its exit."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 class OtherRanksError(Exception):
