@@ -427,10 +427,12 @@ def explaining(
     """
     try:
         yield
-    except FullshardError:
-        raise
     except Exception as error:
         where = _place_of(error, name, model)
+        # A checkpoint that was left by an error ends with its frame. Until then its modes are those of what follows (2.11).
+        traceback.clear_frames(error.__traceback__)
+        if isinstance(error, FullshardError):
+            raise
         said = f"{type(error).__name__}: {' '.join(str(error).split()):.300}".rstrip(".")
         if _lacks_values(error):
             raise NeedsValuesError(
@@ -453,7 +455,9 @@ def _place_of(error: Exception, name: str, model: nn.Module | None) -> str:
     That is a module's path and class in a model; else the classes of modules, the outermost first, or the name.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
-    callers = [frame.f_locals.get("self") for frame, _ in frames]
+    # Of methods alone: `f_locals` is a copy, which outlives what `explaining` clears.
+    methods = [frame for frame, _ in frames if frame.f_code.co_varnames[:1] == ("self",)]
+    callers = [frame.f_locals.get("self") for frame in methods]
     modules = [caller for caller in callers if isinstance(caller, nn.Module)]
     aside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     files = [(frame.f_code.co_filename, line) for frame, line in frames]
