@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.tensor_bytes import LiveTensors
+from fullshard.errors import FullshardError
 from fullshard.models.configured import build_from_config, recompute_layers
 from fullshard.models.llama import Llama
 from fullshard.models.sizes import SIZES, LlamaConfig
@@ -638,6 +639,21 @@ def breaks(output: Tensor) -> Tensor:
     raise KeyError("mask")
 
 
+class CutOff(Stack):
+    """Layers that reentrant checkpoints compute, of inputs without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+class Scaled(Stack):
+    def __init__(self) -> None:
+        super().__init__([nn.Linear(8, 8)])
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
 def _quantized() -> nn.Module:
     model = nn.Sequential(nn.Linear(8, 8))
     weight = TwoTensor(torch.zeros(8, 8), torch.zeros(8, 8))
@@ -645,6 +661,7 @@ def _quantized() -> nn.Module:
     return model
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -655,7 +672,16 @@ def _quantized() -> nn.Module:
         (lambda: trace_workload(Stack([nn.Linear(9, 8)]), EXAMPLE), r"layers\.0 \(Linear,"),
         (lambda: trace_workload(mlp(3, 8), EXAMPLE, units=["5", "0"]), r"no module 5"),
         (lambda: trace_workload(Stack([]), EXAMPLE, units=["layers"]), r"layers \(ModuleList\)"),
-        (lambda: trace_workload(mlp(1, 8).requires_grad_(False), EXAMPLE), "trained"),
+        (lambda: trace_workload(mlp(1, 8).requires_grad_(False), EXAMPLE), "unfreeze"),
+        (lambda: trace_workload(CutOff([mlp(1, 8)]), EXAMPLE), "use_reentrant=False"),
+        (lambda: trace_workload(Scaled(), EXAMPLE), "^scale has no dimensions"),
+        (
+            lambda: trace_workload(
+                Stack([nn.Embedding(4, 8, sparse=True)]),
+                Example((torch.zeros(4, dtype=torch.int64),)),
+            ),
+            r"sparse_coo.*sparse=False",
+        ),
         (lambda: trace_workload(mlp(1, 8), Example()), "no tensors"),
         (lambda: trace_workload(mlp(3, 8), EXAMPLE, units=[["0", "2"], "2"]), "2 is in two units"),
         (
@@ -679,7 +705,7 @@ def _quantized() -> nn.Module:
             lambda: trace_workload(
                 mlp(1, 8), EXAMPLE, options=TraceOptions(loss=lambda x: x.detach().sum())
             ),
-            "given as the loss, returned a scalar that depends on no parameter",
+            "The loss depends on no parameter that is trained",
         ),
         (lambda: token_example(mlp(1, 8), batch=0, seq=4), "batch=0"),
         (lambda: build_without_memory(ReadsInConstructor), r"ReadsInConstructor > Reader"),
@@ -694,7 +720,7 @@ def _quantized() -> nn.Module:
     ],
 )
 def test_what_cannot_be_traced_is_named(call: Callable[[], object], said: str) -> None:
-    with pytest.raises(TraceError, match=said):
+    with pytest.raises(FullshardError, match=said):
         call()
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullshard.errors import UnsupportedError
 from fullshard.plan.workload import Stretch, Work
 from fullshard.planning.kernels import Kernel, kernels_of, tensor_nbytes, tensors_of
 from fullshard.torch_private import (
@@ -126,6 +127,11 @@ class Recorder(TorchDispatchMode):
         """Count the memory of tensors, and tell whether any of it is new."""
         is_new = False
         for tensor in tensors:
+            if tensor.layout not in (torch.strided, torch.jagged):
+                raise UnsupportedError(
+                    f"A tensor of shape {tuple(tensor.shape)} has the layout {tensor.layout}, such as a gradient of "
+                    "nn.Embedding(sparse=True). Only dense ones are reduced and planned: use sparse=False."
+                )
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key in self._storages or not (nbytes := storage.nbytes()):

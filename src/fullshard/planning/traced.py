@@ -265,10 +265,10 @@ def _units_of(model: nn.Module, units: Units | None) -> dict[str, int]:
         )
     groups: dict[str, frozenset[str]] = {}
     for each in ("", *given):
-        group = frozenset(known[path] for path in modules_of([each]))
+        paths = {known[path] for path in modules_of([each])}
+        inner = {path for path in paths for other in paths - {path} if contains(other, path)}
+        group = frozenset(paths - inner)
         for path in sorted(group):
-            if any(contains(other, path) for other in group - {path}):
-                continue
             if groups.setdefault(path, group) != group:
                 raise TraceError(f"{path or 'the root'} is in two units: name it once.")
             if not _has_forward(named[path]):
@@ -307,6 +307,10 @@ def _unit_params(
                 raise TraceError(
                     f"{name} is a {type(parameter).__name__}, which is made of other tensors or says itself what is "
                     "gathered of it. Such parameters are not planned. Plan the model as it is before they are converted."
+                )
+            if parameter.dim() == 0:
+                raise TraceError(
+                    f"{name} has no dimensions, and fully_shard takes no such parameters. Give it the shape (1,)."
                 )
             names.setdefault(parameter, []).append(name)
     return [
@@ -361,8 +365,8 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
 
 
-def _loss(outputs: Any, loss: Callable[[Any], Tensor] | None, example: Example) -> Tensor:
-    """Return the scalar that the backward begins with."""
+def _loss(outputs: Any, loss: Callable[[Any], Tensor] | None, example: Example) -> Tensor | int:
+    """Return the scalar that the backward begins with; 0 if nothing that the model returns needs a gradient."""
     if loss is not None:
         with explaining(name_of(loss), ", given as the loss, raised"):
             made: Any = loss(outputs)
@@ -370,8 +374,6 @@ def _loss(outputs: Any, loss: Callable[[Any], Tensor] | None, example: Example) 
             found = type(made).__name__
         elif made.numel() != 1:
             found = f"a tensor of shape {tuple(made.shape)}"
-        elif not made.requires_grad:
-            found = "a scalar that depends on no parameter that is trained"
         else:
             return made
         raise TraceError(
@@ -387,13 +389,7 @@ def _loss(outputs: Any, loss: Callable[[Any], Tensor] | None, example: Example) 
         logits = logits.float().flatten(0, 1)
         targets = torch.empty(len(logits), dtype=torch.int64, device=logits.device).zero_()
         return F.cross_entropy(logits, targets)
-    floats = [each for each in tensors_of(outputs) if each.requires_grad]
-    if not floats:
-        raise TraceError(
-            f"What the model returns ({type(outputs).__name__}) depends on no parameter that is trained. Unfreeze "
-            "some, or give a loss that takes what it returns (loss=; --loss MODULE:FUNCTION)."
-        )
-    return cast(Tensor, sum(each.float().mean() for each in floats))
+    return sum(each.float().mean() for each in tensors_of(outputs) if each.requires_grad)
 
 
 @contextlib.contextmanager
@@ -613,6 +609,14 @@ class _Run:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], example: Example
     ) -> None:
         loss = _loss(self._model(*args, **kwargs), self._options.loss, example)
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            helps = (
+                "Activation checkpoints with use_reentrant=True cut off what they compute of inputs that need no gradient: "
+                "give them use_reentrant=False. Else give a loss of what the model returns (loss=; --loss MODULE:FUNCTION)."
+            )
+            if not any(each.spec.trainable for each in self._owned):
+                helps = "All are frozen: unfreeze some."
+            raise TraceError(f"The loss depends on no parameter that is trained. {helps}")
         self._end_stretch()
         self._recorder.begin_backward()
         # Not by the method, which is a function that modes see: they are off while it runs.
