@@ -238,9 +238,10 @@ def observe(
 
 
 def specs_of(unit: Unit) -> tuple[Any, ...]:
-    specs = unit.params.specs(unit.config.mp_policy)
-    pairs = zip(specs, unit.params, strict=True)
-    return tuple(dataclasses.replace(spec, trainable=p.requires_grad) for spec, p in pairs)
+    return tuple(
+        dataclasses.replace(spec, trainable=p.requires_grad, is_used=p.sharded.grad is not None)
+        for spec, p in zip(unit.params.specs(unit.config.mp_policy), unit.params, strict=True)
+    )
 
 
 class _Events(Observer):

@@ -75,13 +75,13 @@ class Twice(nn.Module):
 
 
 class Parted(nn.Module):
-    """Layers that are units: ``ends`` is one, with another and the root's between its modules; ``unused`` never runs. (n, 8) -> same."""
+    """Layers that are units: ``ends`` is one, with another and the root's between its modules; ``unused`` never runs, nor is ``spare`` used. (n, 8) -> same."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ends = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
         self.middle, self.last, self.unused = (nn.Linear(8, 8) for _ in range(3))
-        self.scale = nn.Parameter(torch.ones(8))
+        self.scale, self.spare = (nn.Parameter(torch.ones(8)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layers in turn."""

@@ -463,6 +463,17 @@ def test_a_unit_of_several_modules_runs_from_the_first_to_the_last() -> None:
     assert workload.running == {0, 1, 2}
 
 
+def test_what_gets_no_gradient_is_not_used() -> None:
+    example, units = Example((torch.zeros(4, 8),)), ["layers.0", "layers.1"]
+    workload = trace_workload(Parts(3), example, units=units)  # the last layer is the root's
+    unused = [spec.name for unit in workload.units for spec in unit.params if not spec.is_used]
+    assert unused == ["layers.2.weight", "layers.2.bias"]
+    with_values = trace_workload(
+        Parts(3), example, units=units, options=TraceOptions(has_values=True)
+    )
+    assert all(spec.is_used for unit in with_values.units for spec in unit.params)
+
+
 def unrolled(workload: Workload) -> list[Event | Stretch]:
     return [workload.stretches[e.stretch] if isinstance(e, Run) else e for e in workload.events]
 
@@ -569,6 +580,7 @@ def test_layers_are_left_out_where_that_changes_nothing(name: str) -> None:
     assert (len(one.stretches) < len(whole.stretches)) is is_left_out
     assert unrolled(one) == unrolled(whole)
     assert one.units == whole.units
+    assert all(spec.is_used for unit in one.units for spec in unit.params)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -136,16 +136,21 @@ class UnitPlan:
 
 def plan_unit(params: Sequence[ParamSpec], sharding: Sharding) -> UnitPlan:
     """Plan a unit. Equal units are planned once."""
-    # Whether a parameter is trainable is no part of its equality.
-    return _plan_unit(tuple(params), tuple(param.trainable for param in params), sharding)
+    # Whether a parameter is trainable, and used, is no part of its equality.
+    trained = tuple(index for index, param in enumerate(params) if param.trainable)
+    # In a flat bucket all get a gradient.
+    stepped = frozenset(n for n in trained if sharding.is_flat or params[n].is_used)
+    return _plan_unit(tuple(params), trained, stepped, sharding)
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan_unit(
-    params: tuple[ParamSpec, ...], trainable: tuple[bool, ...], sharding: Sharding
+    params: tuple[ParamSpec, ...],
+    trained: tuple[int, ...],
+    stepped: frozenset[int],
+    sharding: Sharding,
 ) -> UnitPlan:
     way, rank = sharding.shard_way, sharding.shard_rank
-    trained = [index for index, is_trained in enumerate(trainable) if is_trained]
     if sharding.is_flat:
         layout = flat_layout(params, shard_size=sharding.shard_size)
         dtypes = [flat_gradient_dtypes(each, reduce_dtype=sharding.reduce_dtype) for each in params]
@@ -161,6 +166,7 @@ def _plan_unit(
         for bucket in layout.buckets
         for param in bucket.params
     ]
+    updated = [(numel, param.spec.dtype) for param, numel in own if param.index in stepped]
     # Ranks that share memory keep shards without padding between them.
     is_padded = way is not PEER_MEMORY or sharding.is_flat
     shards = sum(numel * param.spec.dtype.itemsize for param, numel in own)
@@ -179,15 +185,11 @@ def _plan_unit(
             for each in buckets
         ),
         all_reduced=tuple(_staged_nbytes(each, 1) for each in buckets),
-        trained_numel=sum(numel for param, numel in own if trainable[param.index]),
-        trained_nbytes=sum(
-            numel * param.spec.dtype.itemsize for param, numel in own if trainable[param.index]
-        ),
+        trained_numel=sum(numel for numel, _ in updated),
+        trained_nbytes=sum(numel * dtype.itemsize for numel, dtype in updated),
         # Of a flat buffer, only ranks that own elements of a parameter have a gradient for it.
-        num_trained=sum(
-            numel > 0 or not sharding.is_flat for param, numel in own if trainable[param.index]
-        ),
-        largest_numel=max((numel for param, numel in own if trainable[param.index]), default=0),
+        num_trained=sum(numel > 0 or not sharding.is_flat for numel, _ in updated),
+        largest_numel=max((numel for numel, _ in updated), default=0),
         sample_nbytes=_samples_nbytes(layout, own) if way is PEER_MEMORY else 0,
         is_handed_over=sharding.data_parallel_size == 1
         and not sharding.offloads

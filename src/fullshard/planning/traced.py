@@ -282,8 +282,9 @@ def _units_of(model: nn.Module, units: Units | None) -> dict[str, int]:
 
 
 class _Owned(NamedTuple):
-    """A parameter and its unit, by number."""
+    """A parameter, its first name in the model, and its unit, by number."""
 
+    name: str
     parameter: nn.Parameter
     spec: ParamSpec
     unit: int
@@ -315,6 +316,7 @@ def _unit_params(
             names.setdefault(parameter, []).append(name)
     return [
         _Owned(
+            known_as[0],
             parameter,
             ParamSpec(
                 clean_name(known_as[0]),
@@ -523,7 +525,7 @@ class _Run:
     def replace_tensors(self) -> None:
         """Give all modules other parameters, buffers and tensors, as they are during a step."""
         known = self._replacing
-        for parameter, spec, _ in self._owned:
+        for _, parameter, spec, _ in self._owned:
             made = self._replaced(parameter, spec.compute_dtype)
             known[id(parameter)] = nn.Parameter(made, parameter.requires_grad)
             self._recorder.watch(known[id(parameter)])
@@ -652,7 +654,7 @@ class _Run:
         units = [
             WorkloadUnit(
                 ", ".join(clean_name(self._paths[place]) for place in places),
-                tuple(spec for _, spec, of in self._owned if of == unit),
+                tuple(self._spec(each) for each in self._owned if each.unit == unit),
                 recomputes=self._recomputes(places),
             )
             for unit, places in enumerate(self._places)
@@ -667,14 +669,26 @@ class _Run:
             model_flops=sum(span.model_flops for span in self._spans),
             tokens=example.num_tokens,
         )
-        for parameter, spec, unit in self._owned:
-            has_gradient = self._replacing[id(parameter)] in self._recorder.with_gradient
-            if has_gradient and unit not in workload.running:
+        for each in self._owned:
+            if each.unit not in workload.running and self._has_gradient(each.name):
                 raise TraceError(
-                    f"{spec.name} is used, and the forward of its unit ({units[unit].name}) does not run, which would "
-                    "gather it. Let units be modules that are called."
+                    f"{each.spec.name} is used, and the forward of its unit ({units[each.unit].name}) does not run, "
+                    "which would gather it. Let units be modules that are called."
                 )
         return workload
+
+    def _spec(self, owned: _Owned) -> ParamSpec:
+        # Other values may use what these did not.
+        is_used = self._options.has_values or self._has_gradient(owned.name)
+        return dataclasses.replace(owned.spec, is_used=is_used)
+
+    def _has_gradient(self, name: str) -> bool:
+        """Whether a parameter has got a gradient, or that of the module that was traced instead."""
+        path = lowest_common_unit([name.rpartition(".")[0]], self._units) or ""
+        places = {place := self._paths.index(path), self._like.get(place, place)}
+        names = [self._paths[each] + name.removeprefix(path) for each in places]
+        found = (self._replacing[id(self._model.get_parameter(each))] for each in names)
+        return not self._recorder.with_gradient.isdisjoint(found)
 
     def _recomputes(self, places: Sequence[int]) -> bool:
         """Whether a unit is computed again as a whole: of several modules each is by itself."""
