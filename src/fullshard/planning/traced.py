@@ -280,6 +280,8 @@ def _unit_paths(model: nn.Module, units: Units | None) -> _Paths:
     """Return the paths of units, in the order of ``named_modules``. A module inside another one of its unit counts nothing."""
     given = default_units(model) if units is None else units
     groups = [(each,) if isinstance(each, str) else tuple(each) for each in given]
+    if () in groups:
+        raise TraceError("A unit has no modules: leave it out.")
     named = dict(model.named_modules())
     known = {clean_name(path): path for path in named} | {path: path for path in named}
     if unknown := sorted({*modules_of(groups)} - known.keys()):
@@ -760,19 +762,19 @@ class _Run:
 
     def _events(self, spans: Mapping[int, int]) -> Iterator[Event]:
         numbers = {path: number for number, paths in enumerate(self.units) for path in paths}
-        within = [0]
-        to_run: dict[int, set[str]] = {}  # modules of units, from the first to the last
+        within = [""]  # modules that run
+        to_run: dict[int, set[str]] = {}  # others of its unit, from the first to the last
         for call in self._log:
             if isinstance(call, int):
                 if call in spans:
-                    yield Run(spans[call], within[-1])
+                    yield Run(spans[call], numbers[within[-1]])
                 continue
             unit = numbers[call.path]
             if not call.begins:
                 within.pop()
-            is_inner = unit in within[1:]  # called by itself
+            is_inner = call.path in within[1:]  # called by itself
             if call.begins:
-                within.append(unit)
+                within.append(call.path)
                 if not (is_inner or to_run.get(unit)):
                     to_run[unit] = {*self.units[unit]}
                     yield Enter(unit, call.is_differentiable)
