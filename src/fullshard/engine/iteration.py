@@ -390,8 +390,9 @@ class Iteration:
                 continue
             # Also where nothing is prefetched: this is what records the order.
             following = self._recorder.next_unit(unit.number)
-            if prefetches and following is not None:
-                self._prefetch_forward(self.units[following], is_asked=unit.config.forward_prefetch)
+            is_asked = unit.config.forward_prefetch
+            if prefetches and following is not None and (is_asked or self._has_streams):
+                self._prefetch_forward(self.units[following], is_asked=is_asked)
         if self._watch.is_watching:
             self._watch.open(units)
         if is_recomputation:

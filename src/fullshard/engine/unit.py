@@ -342,9 +342,9 @@ class Unit:
 
     @property
     def waits_for_compute(self) -> bool:
-        """True if a gather waits, with streams, for all that compute was given before it is started."""
+        """True if gathers of this pass wait, with streams, for all that compute was given, whoever writes to shards."""
         buffers = self.params.buffers
-        return not self._may_be_behind or buffers is None or not buffers.may_rotate
+        return not self.is_left_alone or buffers is None or not buffers.may_rotate
 
     def wait_unshard(self) -> None:
         """Make the unsharded parameters usable and register them; no effect while sharded."""

@@ -77,7 +77,7 @@ class Recorder:
     def expects_backward(self, unit: int) -> bool:
         """Return whether a forward of ``unit`` has yet to get its backward.
 
-        Not the last unit inside another one: the backward of that contains its own.
+        It has not once the backward of a unit around it is over.
         """
         return bool(self._before.get(unit))
 

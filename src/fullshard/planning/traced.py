@@ -268,6 +268,8 @@ def _units_of(model: nn.Module, units: Units | None) -> dict[str, int]:
         paths = {known[path] for path in modules_of([each])}
         inner = {path for path in paths for other in paths - {path} if contains(other, path)}
         group = frozenset(paths - inner)
+        if not group:
+            raise TraceError("A unit has no modules: leave it out.")
         for path in sorted(group):
             if groups.setdefault(path, group) != group:
                 raise TraceError(f"{path or 'the root'} is in two units: name it once.")
@@ -697,18 +699,18 @@ class _Run:
 
     def _events(self) -> Iterator[Event]:
         """Return what happened in units: the forward of one is from its first module's to its last one's."""
-        units, inside = [*self._units.values()], [-1]
+        units, inside = [*self._units.values(), -1], [-1]  # modules that run; none in the loss
         to_run: dict[int, set[int]] = {}  # modules of units whose forward has begun
         for event in self._log:
             if isinstance(event, Run):
-                yield event._replace(unit=inside[-1])
+                yield event._replace(unit=units[inside[-1]])
                 continue
             unit = units[event.unit]
             if isinstance(event, Leave):
                 inside.pop()
-            is_inner = unit in inside  # called by itself
+            is_inner = event.unit in inside  # called by itself
             if isinstance(event, Enter):
-                inside.append(unit)
+                inside.append(event.unit)
                 if not (is_inner or to_run.get(unit)):
                     to_run[unit] = {*self._places[unit]}
                     yield event._replace(unit=unit)
