@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -99,6 +100,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as long what repeats other tests."""
     selection.mark_long(items)
+
+
+def pytest_collection_finish() -> None:
+    """Let collections, which many tests ask for, pass over what is there before the first test."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

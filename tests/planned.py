@@ -219,7 +219,10 @@ def observe(
         units = [] if state is None else state.units
         for number in {numbers[unit] for unit in units} | ({0} if module is model else set()):
             handles += [
-                module.register_forward_pre_hook(watcher.entering(number), with_kwargs=True),
+                module.register_forward_pre_hook(
+                    watcher.entering(number, [module] if state is None else state.modules),
+                    with_kwargs=True,
+                ),
                 module.register_forward_hook(watcher.leaving(number)),
             ]
     run()
@@ -235,9 +238,10 @@ def observe(
 
 
 def specs_of(unit: Unit) -> tuple[Any, ...]:
-    specs = unit.params.specs(unit.config.mp_policy)
-    pairs = zip(specs, unit.params, strict=True)
-    return tuple(dataclasses.replace(spec, trainable=p.requires_grad) for spec, p in pairs)
+    return tuple(
+        dataclasses.replace(spec, trainable=p.requires_grad, is_used=p.sharded.grad is not None)
+        for spec, p in zip(unit.params.specs(unit.config.mp_policy), unit.params, strict=True)
+    )
 
 
 class _Events(Observer):
@@ -249,26 +253,33 @@ class _Events(Observer):
         self._output: Any = None  # of the module that was left last
         self.events: list[Event] = []
         self._stack: list[int] = []
+        self._to_run: dict[
+            int, set[nn.Module]
+        ] = {}  # modules of a unit, from its first to its last
         self._come: list[dict[int, int]] = []  # gradients, by unit, since the moment before
         self._before: dict[int, int] = {}
 
-    def entering(self, unit: int) -> Callable[..., None]:
+    def entering(self, unit: int, modules: Sequence[nn.Module]) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
             if not self._in_backward:
                 self._run()
-                inputs = [*args, *kwargs.values()]
-                self.events.append(Enter(unit, any(map(_requires_grad, inputs))))
+                if not self._to_run.get(unit):
+                    self._to_run[unit] = {*modules}
+                    inputs = [*args, *kwargs.values()]
+                    self.events.append(Enter(unit, any(map(_requires_grad, inputs))))
                 self._stack.append(unit)
 
         return hook
 
     def leaving(self, unit: int) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        def hook(module: nn.Module, _args: Any, output: Any) -> None:
             if not self._in_backward:
                 if not (self._output is output and isinstance(self.events[-1], Leave)):
                     self._run()
                 self._output = output
-                self.events.append(Leave(unit, _requires_grad(output)))
+                self._to_run[unit].discard(module)
+                if not self._to_run[unit]:
+                    self.events.append(Leave(unit, _requires_grad(output)))
                 self._stack.pop()
 
         return hook

@@ -327,7 +327,7 @@ def test_no_package_binds_a_name_of_its_submodules(package: Path) -> None:
 # and asks for a sentence in the commit that says what users get for it. Lower it when a room has shrunk.
 _MOST_LINES = {
     "batches": 757,
-    "checkpoint": 6792,
+    "checkpoint": 6786,
     "comm": 3180,
     "compare": 1311,
     "convert": 2110,
@@ -343,8 +343,8 @@ _MOST_LINES = {
     "models": 1174,
     "optim": 2136,
     "peers": 3354,
-    "plan": 4400,
-    "planning": 7000,
+    "plan": 4050,
+    "planning": 6400,
     "state": 3270,
     "tools": 18000,
     "top": 2200,

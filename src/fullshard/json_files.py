@@ -62,7 +62,7 @@ def read_json(path: Path, kind: Any, refuse: Refuse, *, most_nbytes: int = _MOST
 def parse_json(text: str | bytes, kind: Any, refuse: Refuse) -> Any:
     """Return what JSON says, if it is of a type. refuse: makes the error to raise of what is wrong."""
     try:
-        value = json.loads(text, object_pairs_hook=_once)
+        value = json.loads(text, object_pairs_hook=without_repeats)
     except ValueError as error:
         raise refuse(f"is no JSON ({error})") from error
     except RecursionError:
@@ -83,7 +83,8 @@ def as_typed(value: Any, kind: Any, refuse: Refuse) -> Any:
         raise refuse(str(error)) from error.__cause__
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, whose names are each there once. Raises ValueError."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("an object has a name twice")

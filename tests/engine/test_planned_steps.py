@@ -44,7 +44,7 @@ WATCHED = 2  # passes that the engine watches, in which it gathers nothing early
 
 @dataclass(frozen=True)
 class Case:
-    """Settings of a run. mesh: (replicate, shard) or (shard,). num_microbatches, reduces_each: of `StepSettings`.
+    """Settings of a run. mesh: (replicate, shard) or (shard,). num_microbatches and what follows: of `StepSettings`.
 
     kept: bytes for `keep_unsharded`.
     """
@@ -56,6 +56,7 @@ class Case:
     reduce_dtype: torch.dtype | None = None
     num_microbatches: int = 1
     reduces_each: bool = False
+    sums_replicas_last: bool = False
     keeps_between: bool = False
     kept: int = 0
     is_flat: bool = False
@@ -76,6 +77,21 @@ class Twice(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layers in turn."""
         return self.last(self.shared(self.shared(self.first(x)).tanh()))
+
+
+class Parted(nn.Module):
+    """Layers that are units: ``ends`` is one, with another and the root's between its modules; ``unused`` never runs, nor is ``spare`` used. (n, 8) -> same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.middle, self.last, self.unused = (nn.Linear(8, 8) for _ in range(3))
+        self.scale, self.spare = (nn.Parameter(torch.ones(8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layers in turn."""
+        x = self.middle(self.ends[0](x).tanh())
+        return self.last(self.ends[1](x * self.scale).tanh())
 
 
 class Checkpointed(nn.Module):
@@ -112,6 +128,11 @@ def _problem(name: str) -> Problem:
         case "twice":
             twice = Twice()
             return Problem(twice, x, y, [twice.first, twice.shared])
+        case "parted":
+            parted = Parted()
+            return Problem(
+                parted, x, y, [[*parted.ends], parted.middle, parted.last, parted.unused]
+            )
         case "checkpointed":  # the units are within what is computed again
             model = Checkpointed()
             return Problem(model, x, y, [*model.blocks])
@@ -171,6 +192,7 @@ def _settings(api: Api, case: Case) -> StepSettings:
         backward_prefetch=case.backward_prefetch,
         num_microbatches=case.num_microbatches,
         reduces_each=case.reduces_each,
+        sums_replicas_last=case.sums_replicas_last,
         keeps_between=case.keeps_between,
         optimizer=OptimizerPlan(),
     )
@@ -179,9 +201,11 @@ def _settings(api: Api, case: Case) -> StepSettings:
 def _train(case: Case, model: Any, optimizer: Any, problem: Problem) -> None:
     """Run one step."""
     for number in range(case.num_microbatches):
-        reduces = case.reduces_each or number == case.num_microbatches - 1
+        is_last = number == case.num_microbatches - 1
+        reduces = case.reduces_each or is_last
         if not case.is_flat:
             model.set_requires_gradient_sync(reduces)
+            model.set_requires_all_reduce(is_last or not case.sums_replicas_last)
             model.set_reshard_after_backward(reduces or not case.keeps_between)
         with model.no_sync() if case.is_flat and not reduces else contextlib.nullcontext():
             problem.loss(model(problem.inputs), problem.targets).backward()
@@ -233,7 +257,15 @@ DTYPES: list[dict[str, Any]] = [
     {"param_dtype": BF16, "reduce_dtype": torch.float32},
     {"reduce_dtype": BF16},
 ]
-OTHERS = ("nested", "partly_frozen", "mixed_dtypes", "twice", "checkpointed", "checkpointed_parts")
+OTHERS = (
+    "nested",
+    "parted",
+    "partly_frozen",
+    "mixed_dtypes",
+    "twice",
+    "checkpointed",
+    "checkpointed_parts",
+)
 CASES = [
     *(Case(problem) for problem in (*PROBLEMS, *OTHERS)),
     Case(reshard=False),
@@ -248,6 +280,8 @@ CASES = [
     Case("nested", kept=20_000),
     Case("twice", kept=300),
 ]
+PUT_OFF = Case(mesh=(2, 1), num_microbatches=3, reduces_each=True, sums_replicas_last=True)
+CASES.append(PUT_OFF)
 FLAT = [
     *(Case(problem, is_flat=True) for problem in PROBLEMS),
     Case(is_flat=True, reshard=False),

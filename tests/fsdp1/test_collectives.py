@@ -98,8 +98,13 @@ def test_each_instance_is_gathered_and_reduced_once_on_four_ranks(
 
 
 def _assert_counts(api: Api, strategy: str, use_orig_params: bool) -> None:
+    for prefetch in (*api.BackwardPrefetch, None):
+        _assert_counts_with(api, strategy, use_orig_params, prefetch)
+
+
+def _assert_counts_with(api: Api, strategy: str, use_orig_params: bool, prefetch: Any) -> None:
     forward, backward, *reductions = COUNTS[strategy]
-    model = _wrap(api, strategy, use_orig_params)
+    model = _wrap(api, strategy, use_orig_params, backward_prefetch=prefetch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         with record_traffic() as traffic:

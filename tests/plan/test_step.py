@@ -75,6 +75,7 @@ def settings(draw: Any) -> StepSettings:
         backward_prefetch=draw(st.sampled_from(["pre", "post", None])),
         num_microbatches=draw(st.integers(1, 3)),
         reduces_each=draw(st.booleans()),
+        sums_replicas_last=draw(st.booleans()),
         keeps_between=draw(st.booleans()),
         max_input_buffers=draw(st.integers(1, 3)),
     )
@@ -137,6 +138,8 @@ def test_every_unit_is_reduced_as_often_as_asked(workload: Workload, how: StepSe
     units = () if is_handed_over else range(len(workload.units))
     assert reduced == dict.fromkeys(units, times)
     summed = collections.Counter(a.unit for a in step.actions if a.kind is ActionKind.ALL_REDUCE)
+    if how.sums_replicas_last:
+        reduced = collections.Counter(dict.fromkeys(reduced, 1))
     assert summed == (reduced if how.sharding.replicate_size > 1 else {})
 
 
@@ -258,4 +261,6 @@ def test_prefetch_is_what_the_recorder_predicts() -> None:
     assert order(on_device) == [*forward, *early]
     assert order(dataclasses.replace(on_device, backward_prefetch=None)) == [*forward, *late]
     ahead = [("all-gather", 1), ("all-gather", 2), ("forward", 1), ("forward", 2)]
+    kept = dataclasses.replace(on_device, reshard_after_forward=False)  # which waits for compute
+    assert order(kept) == [*ahead, ("backward", 2), ("backward", 1)]
     assert order(StepSettings(Sharding(4, GLOO))) == [*ahead, *early]

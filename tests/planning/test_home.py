@@ -19,8 +19,8 @@ pytestmark = pytest.mark.ours("not part of the API")
 _GPT = Home(width=128, num_layers=4, batch=BatchSize(2, 32))
 _CONV = Home("conv", width=64, num_layers=4, batch=BatchSize(8, 1))
 QUICK = (
-    dataclasses.replace(_GPT, bf16=True, checkpoints=True, num_microbatches=2),
-    dataclasses.replace(_GPT, kind="lora"),
+    dataclasses.replace(_GPT, num_layers=3, bf16=True, checkpoints=True, num_microbatches=2),
+    dataclasses.replace(_GPT, num_layers=3, kind="lora"),
 )
 LONG = (
     _GPT,

@@ -40,8 +40,8 @@ def _model(*, recomputes: bool) -> Llama:
 def test_a_planned_rank_holds_what_a_recording_counts(
     api: Api, tmp_path: Path, num: int, recomputes: bool
 ) -> None:
-    example = token_example(batch=2, seq=64)
     model = _model(recomputes=recomputes)
+    example = token_example(model, batch=2, seq=64)
     for layer in model.model.layers:
         api.fully_shard(layer)
     api.fully_shard(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.tensor_bytes import LiveTensors
+from fullshard.errors import FullshardError
 from fullshard.models.configured import build_from_config, recompute_layers
 from fullshard.models.llama import Llama
 from fullshard.models.sizes import SIZES, LlamaConfig
@@ -37,6 +40,11 @@ BF16 = MixedPrecisionPolicy(torch.bfloat16)
 
 def runs(workload: Workload) -> list[Stretch]:
     return [workload.stretches[e.stretch] for e in workload.events if isinstance(e, Run)]
+
+
+def works(workload: Workload) -> Iterator[Work]:
+    for stretch in runs(workload):
+        yield from stretch.forward + stretch.recomputed + stretch.backward
 
 
 def peak_nbytes(workload: Workload) -> int:
@@ -166,47 +174,59 @@ def _loss(outputs: Tensor) -> Tensor:
     return outputs.float().square().mean()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", CASES)
-def test_bytes_are_those_of_a_real_run(name: str, dtype: torch.dtype) -> None:
-    make, inputs = CASES[name]
-    torch.manual_seed(0)
-    model, x = make(), inputs()
-    precision = BF16 if dtype is torch.bfloat16 else MixedPrecisionPolicy()
-    options = TraceOptions(precision, loss=_loss)
-    workload = trace_workload(model, Example((x,)), options=options)
-
-    real = real_run(model.to(dtype), x)
+def check_bytes(workload: Workload, model: nn.Module, x: Tensor) -> None:
+    real = real_run(model, x)
     assert peak_nbytes(workload) == pytest.approx(real.peak_nbytes, rel=0.01)
     saved_nbytes = sum(s.saved_nbytes for s in runs(workload))
     assert saved_nbytes == pytest.approx(real.saved_nbytes, rel=0.01)
     assert saved_nbytes == sum(s.freed_nbytes for s in runs(workload))
-    assert all(p.device.type == "cpu" and p.grad is None for p in model.parameters())
     assert sum(s.gradient_nbytes for s in runs(workload)) == sum(
         p.nbytes for p in model.parameters() if p.requires_grad
-    )
-    assert sum(s.saved_nbytes for s in runs(workload)) == sum(
-        s.freed_nbytes for s in runs(workload)
     )
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_with_values_is_the_same(name: str) -> None:
+def test_a_trace_is_like_a_real_run(name: str) -> None:
     make, inputs = CASES[name]
+    torch.manual_seed(0)
     model, x = make(), inputs()
-    example = Example((x,))
-    fake = trace_workload(model, example, options=TraceOptions(loss=_loss))
-    real = trace_workload(model, example, options=TraceOptions(loss=_loss, has_values=True))
-    assert fake == real
+    example, options = Example((x,)), TraceOptions(loss=_loss)
+    workload = trace_workload(model, example, options=options)
+    with_values = dataclasses.replace(options, has_values=True)
+    assert trace_workload(model, example, options=with_values) == workload
+    assert all(p.device.type == "cpu" and p.grad is None for p in model.parameters())
+
+    with FlopCounterMode(display=False) as counter:
+        _loss(model(x)).backward()
+    matmuls = [work for work in works(workload) if work.kind is WorkKind.MATMUL]
+    # The counter does not know the CPU's attention (torch 2.13).
+    assert sum(work.flops * work.count for work in matmuls) == counter.get_total_flops()
+    assert all(min(work.shape) > 0 for work in matmuls)
+
+    model.zero_grad()
+    x.grad = None
+    check_bytes(workload, model, x)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_in_bfloat16_are_those_of_a_real_run(name: str) -> None:
+    make, inputs = CASES[name]
+    torch.manual_seed(0)
+    model, x = make(), inputs()
+    workload = trace_workload(model, Example((x,)), options=TraceOptions(BF16, loss=_loss))
+    check_bytes(workload, model.bfloat16(), x)
+
+
+class Autocast(Transformer):
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(tokens)
 
 
 def test_autocasts_copies_are_activations() -> None:
-    model, tokens = Transformer(dim=64, num_blocks=3, max_seq=64), _tokens()
-    options = TraceOptions(loss=_loss, autocast=torch.bfloat16)
-    workload = trace_workload(model, Example((tokens,)), options=options)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        measured = real_run(model, tokens).peak_nbytes
-    assert peak_nbytes(workload) == pytest.approx(measured, rel=0.01)
+    model, tokens = Autocast(dim=64, num_blocks=3, max_seq=64), _tokens()
+    workload = trace_workload(model, Example((tokens,)), options=TraceOptions(loss=_loss))
+    assert peak_nbytes(workload) == pytest.approx(real_run(model, tokens).peak_nbytes, rel=0.01)
 
 
 def test_experts_that_see_what_is_sent_to_them_run_with_values() -> None:
@@ -223,25 +243,6 @@ def test_experts_that_see_what_is_sent_to_them_run_with_values() -> None:
 
 
 # FLOPs
-
-
-def works(workload: Workload) -> Iterator[Work]:
-    for stretch in runs(workload):
-        yield from stretch.forward + stretch.recomputed + stretch.backward
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_flops_are_those_of_torchs_counter(name: str) -> None:
-    make, inputs = CASES[name]
-    model, x = make(), inputs()
-    workload = trace_workload(model, Example((x,)), options=TraceOptions(loss=_loss))
-    with FlopCounterMode(display=False) as counter:
-        _loss(model(x)).backward()
-    matmuls = [work for work in works(workload) if work.kind is WorkKind.MATMUL]
-    # The counter does not know the CPU's attention (torch 2.13).
-    assert sum(work.flops * work.count for work in matmuls) == counter.get_total_flops()
-    for m, n, k in (work.shape for work in matmuls):
-        assert min(m, n, k) > 0
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -350,8 +351,8 @@ def test_units_are_the_repeated_layers_and_tied_weights_are_the_roots() -> None:
     assert {spec.name for spec in root} == {"position", "embed.weight", "norm.weight", "norm.bias"}
     assert {(spec.dtype, spec.compute_dtype) for spec in root} == {(torch.float32, torch.bfloat16)}
     first, *_, last = workload.events
-    assert first == Enter(0)
-    assert isinstance(last, Run)  # the loss
+    assert first == Enter(0, is_differentiable=False)  # numbers of tokens
+    assert last == Run(len(workload.stretches) - 1, -1)  # the loss
     assert unit_events(workload)[1:3] == [("Enter", "blocks.0"), ("Leave", "blocks.0")]
     assert sum(len(unit.params) for unit in workload.units) == len(list(model.parameters()))
 
@@ -426,10 +427,51 @@ def test_units_may_be_nested_called_twice_or_not_at_all() -> None:
     assert [unit.name for unit in workload.units] == ["", "outer", "outer.1", "unused"]
     call = [("Enter", "outer"), ("Enter", "outer.1"), ("Leave", "outer.1"), ("Leave", "outer")]
     assert unit_events(workload) == [("Enter", ""), *call, *call, ("Leave", "")]
+    entered = [event.is_differentiable for event in workload.events if isinstance(event, Enter)]
+    assert entered == [False, False, True, True, True]
     linear = 4 * (8 * 8 + 8)
     # Autograd leaves a gradient once it is whole: in the backward of the first call.
     assert [stretch.gradient_nbytes for stretch in runs(workload)] == [linear, linear, 0, 0, 0]
     assert workload.input_nbytes == 4 * 8 * 4
+
+
+class Parts(Stack):
+    """Layers with something of the root's between them; the last is read, and not called."""
+
+    def __init__(self, num: int, *, reads: bool = False) -> None:
+        super().__init__([nn.Linear(8, 8) for _ in range(num)])
+        self.scale = nn.Parameter(torch.ones(8))
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = layer(x * self.scale)
+        last = self.layers[-1]
+        return x @ last.weight if self.reads else x
+
+
+def test_a_unit_of_several_modules_runs_from_the_first_to_the_last() -> None:
+    layers = [f"layers.{n}" for n in range(4)]
+    units = [[layers[2], layers[0]], [*layers[1:2]], layers[3]]
+    workload = trace_workload(Parts(4), Example((torch.zeros(4, 8),)), units=units)
+    ends = "layers.0, layers.2"
+    assert [unit.name for unit in workload.units] == ["", ends, "layers.1", "layers.3"]
+    assert [len(unit.params) for unit in workload.units] == [1, 4, 2, 2]
+    middle = [("Enter", "layers.1"), ("Leave", "layers.1")]
+    assert unit_events(workload)[1:-1] == [("Enter", ends), *middle, ("Leave", ends)]
+    assert [e.unit for e in workload.events if isinstance(e, Run)][:5] == [0, 1, 0, 2, 0]
+    assert workload.running == {0, 1, 2}
+
+
+def test_what_gets_no_gradient_is_not_used() -> None:
+    example, units = Example((torch.zeros(4, 8),)), ["layers.0", "layers.1"]
+    workload = trace_workload(Parts(3), example, units=units)  # the last layer is the root's
+    unused = [spec.name for unit in workload.units for spec in unit.params if not spec.is_used]
+    assert unused == ["layers.2.weight", "layers.2.bias"]
+    with_values = trace_workload(
+        Parts(3), example, units=units, options=TraceOptions(has_values=True)
+    )
+    assert all(spec.is_used for unit in with_values.units for spec in unit.params)
 
 
 def unrolled(workload: Workload) -> list[Event | Stretch]:
@@ -475,19 +517,6 @@ def test_equal_layers_are_traced_once_and_counted_each_time(family: str, recompu
     assert one.model_flops == whole.model_flops
 
 
-def test_layers_with_units_inside_are_repeated_with_them() -> None:
-    torch.manual_seed(0)
-    model = Stack(
-        [nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))) for _ in range(5)]
-    )
-    units = [name for i in range(5) for name in (f"layers.{i}", f"layers.{i}.1")]
-    example = Example((torch.zeros(4, 8),))
-    one = trace_workload(model, example, units=units)
-    whole = trace_workload(model, example, units=units, options=TraceOptions(reuses_equal=False))
-    assert len(one.stretches) < len(whole.stretches)
-    assert unrolled(one) == unrolled(whole)
-
-
 class Wide(nn.Module):
     """Keeps a copy of its input for the backward, and not the input."""
 
@@ -510,17 +539,48 @@ class Remembering(Stack):
         return torch.stack(seen)
 
 
-def test_layers_whose_outputs_are_kept_are_all_traced() -> None:
+class InTurn(Stack):
+    """Every second layer is recomputed in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = checkpoint(layer, x, use_reentrant=False) if number % 2 else layer(x)
+        return x
+
+
+def _nested() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
+
+
+# A model, its units, and whether any of them need no trace.
+LAYERS: dict[str, tuple[Callable[[], nn.Module], list[str], bool]] = {
+    "alike": (lambda: Stack([Wide() for _ in range(5)]), [], True),
+    "whose outputs are kept": (lambda: Remembering([Wide() for _ in range(5)]), [], False),
+    "with units inside": (lambda: Stack([_nested() for _ in range(5)]), [".1"], True),
+    "recomputed in turn": (lambda: InTurn([mlp(2, 8) for _ in range(8)]), [], False),
+    "of two sizes in turn": (
+        lambda: Stack([nn.Linear(8 + 8 * (n % 2), 16 - 8 * (n % 2)) for n in range(8)]),
+        [],
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_are_left_out_where_that_changes_nothing(name: str) -> None:
+    make, inside, is_left_out = LAYERS[name]
     torch.manual_seed(0)
-    example = Example((torch.zeros(4, 8),))
-    for kind, is_left_out in ((Stack, True), (Remembering, False)):
-        model = kind([Wide() for _ in range(5)])
-        one, whole = (
-            trace_workload(model, example, options=TraceOptions(reuses_equal=reuses))
-            for reuses in (True, False)
-        )
-        assert (len(one.stretches) < len(whole.stretches)) is is_left_out
-        assert unrolled(one) == unrolled(whole)
+    model, example = make(), Example((torch.zeros(4, 8),))
+    layers = [path for path, _ in model.named_modules() if re.fullmatch(r"layers\.\d", path)]
+    units = [path + each for path in layers for each in ("", *inside)]
+    one, whole = (
+        trace_workload(model, example, units=units, options=TraceOptions(reuses_equal=reuses))
+        for reuses in (True, False)
+    )
+    assert (len(one.stretches) < len(whole.stretches)) is is_left_out
+    assert unrolled(one) == unrolled(whole)
+    assert one.units == whole.units
+    assert all(spec.is_used for unit in one.units for spec in unit.params)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -591,6 +651,29 @@ def breaks(output: Tensor) -> Tensor:
     raise KeyError("mask")
 
 
+class CutOff(Stack):
+    """Layers that reentrant checkpoints compute, of inputs without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+class Scaled(Stack):
+    def __init__(self) -> None:
+        super().__init__([nn.Linear(8, 8)])
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+def _quantized() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8))
+    weight = TwoTensor(torch.zeros(8, 8), torch.zeros(8, 8))
+    model[0].weight = nn.Parameter(weight)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -601,8 +684,28 @@ def breaks(output: Tensor) -> Tensor:
         (lambda: trace_workload(Stack([nn.Linear(9, 8)]), EXAMPLE), r"layers\.0 \(Linear,"),
         (lambda: trace_workload(mlp(3, 8), EXAMPLE, units=["5", "0"]), r"no module 5"),
         (lambda: trace_workload(Stack([]), EXAMPLE, units=["layers"]), r"layers \(ModuleList\)"),
-        (lambda: trace_workload(mlp(1, 8).requires_grad_(False), EXAMPLE), "trained"),
+        (lambda: trace_workload(mlp(1, 8).requires_grad_(False), EXAMPLE), "unfreeze"),
+        (lambda: trace_workload(CutOff([mlp(1, 8)]), EXAMPLE), "use_reentrant=False"),
+        (lambda: trace_workload(Scaled(), EXAMPLE), "^scale has no dimensions"),
+        (
+            lambda: trace_workload(
+                Stack([nn.Embedding(4, 8, sparse=True)]),
+                Example((torch.zeros(4, dtype=torch.int64),)),
+            ),
+            r"sparse_coo.*sparse=False",
+        ),
         (lambda: trace_workload(mlp(1, 8), Example()), "no tensors"),
+        (lambda: trace_workload(mlp(3, 8), EXAMPLE, units=[["0", "2"], "2"]), "2 is in two units"),
+        (lambda: trace_workload(mlp(3, 8), EXAMPLE, units=[[]]), "no modules"),
+        (
+            lambda: trace_workload(Parts(2), EXAMPLE, units=[["layers.0", "layers.1"]]),
+            r"layers\.1 did not run",
+        ),
+        (
+            lambda: trace_workload(Parts(2, reads=True), EXAMPLE, units=["layers.0", "layers.1"]),
+            r"layers\.1\.weight is used",
+        ),
+        (lambda: trace_workload(_quantized(), EXAMPLE), "0.weight is a TwoTensor"),
         (
             lambda: trace_workload(mlp(1, 8), EXAMPLE, options=TraceOptions(loss=lambda x: x)),
             r"given as the loss, returned a tensor of shape \(",
@@ -615,7 +718,7 @@ def breaks(output: Tensor) -> Tensor:
             lambda: trace_workload(
                 mlp(1, 8), EXAMPLE, options=TraceOptions(loss=lambda x: x.detach().sum())
             ),
-            "given as the loss, returned a scalar that depends on no parameter",
+            "The loss depends on no parameter that is trained",
         ),
         (lambda: token_example(mlp(1, 8), batch=0, seq=4), "batch=0"),
         (lambda: build_without_memory(ReadsInConstructor), r"ReadsInConstructor > Reader"),
@@ -630,7 +733,7 @@ def breaks(output: Tensor) -> Tensor:
     ],
 )
 def test_what_cannot_be_traced_is_named(call: Callable[[], object], said: str) -> None:
-    with pytest.raises(TraceError, match=said):
+    with pytest.raises(FullshardError, match=said):
         call()
 
 

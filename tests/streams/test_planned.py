@@ -42,6 +42,14 @@ CASES: dict[str, dict[str, Any]] = {
     "low replicas": {"mesh": (2, 2), "param_dtype": BF16, "reduce_dtype": BF16},
     "micro-batches": {"num": 2},
     "mixed micro-batches": {"num": 3, "param_dtype": BF16, "reduce_dtype": torch.float32},
+    "put off": {"mesh": (2, 2), "num": 3, "puts_off": True},
+    "low, put off": {
+        "mesh": (2, 2),
+        "num": 2,
+        "puts_off": True,
+        "param_dtype": BF16,
+        "reduce_dtype": BF16,
+    },
     "two at once": {"max_input_buffers": 2},
     "offloaded": {"offloads": True},
     "offloaded, mixed": {"offloads": True, "param_dtype": BF16, "reduce_dtype": torch.float32},
@@ -52,7 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_queued_as_planned(lab: Lab, name: str) -> None:
     case = {"mesh": (4,), "reshard": None, "param_dtype": None, "reduce_dtype": None, "num": 1}
-    case |= {"max_input_buffers": 1, "offloads": False} | CASES[name]
+    case |= {"max_input_buffers": 1, "offloads": False, "puts_off": False} | CASES[name]
     blocks = [nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 16)) for _ in range(5)]
     offload = fullshard.CPUOffloadPolicy() if case["offloads"] else fullshard.OffloadPolicy()
     model: Any = nn.Sequential(nn.Linear(16, 16), *blocks, nn.Linear(16, 16))
@@ -73,7 +81,9 @@ def test_a_step_is_queued_as_planned(lab: Lab, name: str) -> None:
     def step() -> None:
         with lab.step():
             for number in range(case["num"]):
-                model.set_requires_gradient_sync(number == case["num"] - 1)
+                is_last = number == case["num"] - 1
+                model.set_requires_gradient_sync(is_last or case["puts_off"])
+                model.set_requires_all_reduce(is_last)
                 model(x).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -99,6 +109,8 @@ def test_a_step_is_queued_as_planned(lab: Lab, name: str) -> None:
         has_streams=True,
         reshard_after_forward=case["reshard"],
         num_microbatches=case["num"],
+        reduces_each=case["puts_off"],
+        sums_replicas_last=case["puts_off"],
         max_input_buffers=case["max_input_buffers"],
     )
     expected = planned.told(plan_step(workload, settings))

@@ -72,13 +72,15 @@ class Seen:
         self.most_nbytes = 0
 
 
-def _trained(lab: Lab, width_of: Any = lambda number: 16) -> tuple[nn.Module, Seen, Any]:
+def _trained(
+    lab: Lab, width_of: Any = lambda number: 16, **options: Any
+) -> tuple[nn.Module, Seen, Any]:
     """Train blocks of Linear layers for two steps, the first of which is watched; return what a third does."""
     widths = [(16, width_of(number)) for number in range(NUM_BLOCKS)]
     blocks = [nn.Sequential(nn.Linear(a, b), nn.Linear(b, a)) for a, b in widths]
     model = nn.Sequential(*blocks)
     for each in (*blocks, model):
-        fullshard.fully_shard(each, mesh=mesh_of(4))
+        fullshard.fully_shard(each, mesh=mesh_of(4), **options)
     optimizer = SGD(model.parameters(), lr=1e-3)
     x = torch.ones(2, 16, device=DEVICE)
 
@@ -109,6 +111,21 @@ def test_a_gather_waits_for_the_last_reader_of_its_memory_alone(lab: Lab) -> Non
     backward = seen.gathers[NUM_BLOCKS:]
     for _, waited, num_resharded in backward[3:]:
         assert seen.reshards[num_resharded - 2] <= waited < seen.reshards[num_resharded - 1]
+    assert lab.problems == []
+
+
+def test_what_stays_is_gathered_beside_the_unit_before_it(lab: Lab) -> None:
+    model, seen, step = _trained(lab, reshard_after_forward=False)
+    seen.forget()
+    begun: list[int] = []  # compute's position when a block begins, after its hooks
+    for block in model:
+        block.register_forward_pre_hook(
+            lambda *_: begun.append(lab.lanes.clock(Lane.COMPUTE).get(Lane.COMPUTE, 0))
+        )
+    step()
+    assert len(seen.gathers) == NUM_BLOCKS
+    for (_, waited, _), begin in zip(seen.gathers[1:], begun, strict=False):
+        assert waited <= begin
     assert lab.problems == []
 
 

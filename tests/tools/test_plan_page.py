@@ -26,7 +26,6 @@ from fullshard.planning.training import Suggestion, TrainingPlan, planned
 from fullshard.tools import cli
 from fullshard.tools.beside import beside
 from fullshard.tools.config import OptionError
-from fullshard.tools.exits import Exit
 from fullshard.tools.plan_page import (
     Alternative,
     alternatives_of,
@@ -264,12 +263,6 @@ def test_what_a_search_finds_is_on_the_page_of_the_command(tmp_path: Path) -> No
     written = Page(page.read_text())
     assert "Alternatives" in written.headings
     assert len(written.data["plan"]["alternatives"]) > 2  # type: ignore[index]
-
-
-def test_a_page_of_a_table_of_runs_is_refused(tmp_path: Path) -> None:
-    done = CliRunner().invoke(cli.app, ["plan", "--runs", "runs.csv", "--page", "page.html"])
-    assert done.exit_code == Exit.USAGE
-    assert "--runs and --out belong together" in done.output
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="a browser runs the page's scripts: needs chromium")

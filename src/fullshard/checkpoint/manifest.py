@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.json_files import without_repeats
 from fullshard.plan.boxes import Box, tiling_fault
 from fullshard.plan.layout import Shape
 from fullshard.state.host_memory import CHECKSUM, checksum
@@ -204,7 +205,7 @@ def loads(data: bytes, where: str) -> Manifest:
         )
     try:
         content = json.loads(
-            data, parse_constant=_refuse_constant, object_pairs_hook=_without_repeats
+            data, parse_constant=_refuse_constant, object_pairs_hook=without_repeats
         )
     except ValueError as error:
         raise _refused(where, f"is no JSON: {error}") from error
@@ -229,13 +230,6 @@ def _is_dict(tree: Any) -> bool:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        raise ValueError("an object has a name twice")
-    return content
 
 
 _ADVICE = " Load another checkpoint, or restore this one."

@@ -206,9 +206,12 @@ class Hooks:
         policy = state.all_units[0].config.mp_policy
         if policy.param_dtype is not None:
             args, kwargs = cast_inputs(policy, args, kwargs)
-        prefetches = not self.forward_prefetch
         iteration.begin_units(
-            units, joined=state.joined, prefetches=prefetches, is_training=module.training
+            units,
+            joined=state.joined,
+            prefetches=not self.forward_prefetch,
+            is_first=is_first,
+            is_training=module.training,
         )
         if is_first:
             # After the module's own units: gathers run in the order in which they are started.

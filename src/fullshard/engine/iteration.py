@@ -365,12 +365,13 @@ class Iteration:
         *,
         joined: Sequence[Unit],
         prefetches: bool,
+        is_first: bool = True,
         is_training: bool = True,
     ) -> None:
         """Make a module's units usable for its forward, and start gathering the next unit.
 
         joined: units inside it that are gathered with its own. prefetches: whether the order of the
-        last pass decides what is gathered early.
+        last pass decides what is gathered early. is_first: no other module of these units has begun.
         """
         # Backward has its own order, and its own checks.
         is_recomputation = self.backward.end() is not None
@@ -385,13 +386,13 @@ class Iteration:
             self.start_forward_unshard(unit)
         for unit in units:
             unit.wait_unshard()
-            if is_recomputation:
+            if is_recomputation or not is_first:
                 continue
             # Also where nothing is prefetched: this is what records the order.
             following = self._recorder.next_unit(unit.number)
-            prefetches &= unit.config.forward_prefetch
-            if prefetches and following is not None:
-                self._prefetch_forward(self.units[following])
+            is_asked = unit.config.forward_prefetch
+            if prefetches and following is not None and (is_asked or self._has_streams):
+                self._prefetch_forward(self.units[following], is_asked=is_asked)
         if self._watch.is_watching:
             self._watch.open(units)
         if is_recomputation:
@@ -419,16 +420,21 @@ class Iteration:
         ):
             unit.refetch()
 
-    def _prefetch_forward(self, unit: Unit) -> None:
+    def _prefetch_forward(self, unit: Unit, *, is_asked: bool) -> None:
         """Start gathering a unit before its forward, unless somebody may write to it until then.
 
-        Flat units are prefetched on request (``forward_prefetch=True``): in watched passes as well. Others
-        are not where there are streams: the host runs ahead, so the gather starts early enough by itself.
+        is_asked: by ``forward_prefetch``. With streams the host runs ahead, so most gathers start early enough by
+        themselves; those that wait for compute start one unit early. Flat units are prefetched on request in
+        watched passes as well.
         """
-        if unit.runtime.has_streams and not unit.params.is_flat:
-            return
-        may_be_early = not unit.is_joined and (not unit.is_ordered or unit.params.is_flat)
-        if not may_be_early or unit.phase >= UnitPhase.GATHERING:
+        may_be_early = is_asked and not unit.is_ordered
+        if is_asked and unit.params.is_flat:
+            may_be_early = True
+        elif unit.runtime.has_streams:
+            # Contents are not compared there: of others nobody knows that they are left alone.
+            is_known = unit.is_unwritten and not unit.is_ordered and unit.params.extended is None
+            may_be_early = is_known and unit.waits_for_compute
+        if unit.is_joined or not may_be_early or unit.phase >= UnitPhase.GATHERING:
             return
         if unit.comm.overlaps or unit.gains_from_prefetch:
             self.start_forward_unshard(unit)
@@ -583,8 +589,9 @@ class Iteration:
             _free(unit)
         if not is_put_off:
             self._reduce(unit, grads, keeps=keeps)
-        if (following := self._prefetch_after.pop(id(unit), None)) is not None:
-            self.start_backward_unshard(following)  # BACKWARD_POST
+        following = self._prefetch_after.pop(id(unit), None)  # BACKWARD_POST
+        if following is not None and self._recorder.expects_backward(following.number):
+            self.start_backward_unshard(following)
 
     def free_joined(self, units: Iterable[Unit]) -> None:
         """Free units that were gathered with those of a module around them, used or not."""

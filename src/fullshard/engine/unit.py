@@ -340,6 +340,12 @@ class Unit:
             and not self.watch.shards_changed_since_begin
         )
 
+    @property
+    def waits_for_compute(self) -> bool:
+        """True if gathers of this pass wait, with streams, for all that compute was given, whoever writes to shards."""
+        buffers = self.params.buffers
+        return not self.is_left_alone or buffers is None or not buffers.may_rotate
+
     def wait_unshard(self) -> None:
         """Make the unsharded parameters usable and register them; no effect while sharded."""
         if self.phase is UnitPhase.GATHERING:

@@ -131,13 +131,13 @@ def wait_for_end(
     return True
 
 
-def end_all(processes: Collection[Process], within_s: float = END_S) -> None:
+def end_all(processes: Collection[Process]) -> None:
     """End processes that still run: by request, then by force. Nothing of theirs runs after it."""
     try:
         for process in processes:
             if process.exit_code is None:
                 process.signal(signal.SIGTERM)
-        wait_for_end(processes, within_s)
+        wait_for_end(processes, END_S)
     finally:  # also if a second Ctrl-C comes
         kill_all(processes)
 

@@ -90,6 +90,15 @@ def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     return functools.reduce(torch.promote_types, dict.fromkeys(dtypes))
 
 
+def may_overflow(reduce_dtype: torch.dtype, sum_dtype: torch.dtype, *, has_replicas: bool) -> bool:
+    """Return whether sums travel or are formed in float16, so that gradients are divided before they are summed.
+
+    sum_dtype: in which they are formed over the shard axis. Over the replicate axis they travel in the reduce dtype,
+    whatever they were formed in.
+    """
+    return reduce_dtype == torch.float16 and (has_replicas or sum_dtype == reduce_dtype)
+
+
 def reduce_dtypes(
     stored: Sequence[torch.dtype], wanted: Sequence[torch.dtype]
 ) -> list[torch.dtype]:

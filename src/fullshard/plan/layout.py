@@ -82,6 +82,7 @@ class ParamSpec:
     dtype: of the shard. compute_dtype: of the unsharded parameter.
     shard_dim: dimension that a layout by rows cuts.
     trainable: flat layouts put frozen parameters into buckets of their own.
+    is_used: False for one that never gets a gradient of its own, which then has no optimizer state.
     """
 
     name: str = dataclasses.field(compare=False)
@@ -90,6 +91,7 @@ class ParamSpec:
     compute_dtype: torch.dtype
     shard_dim: int = 0
     trainable: bool = dataclasses.field(default=True, compare=False)
+    is_used: bool = dataclasses.field(default=True, compare=False)
 
     @property
     def numel(self) -> int:

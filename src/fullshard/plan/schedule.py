@@ -74,6 +74,13 @@ class Recorder:
             self._latest = before  # of the forwards whose backward is still to come
         return before
 
+    def expects_backward(self, unit: int) -> bool:
+        """Return whether a forward of ``unit`` has yet to get its backward.
+
+        It has not once the backward of a unit around it is over.
+        """
+        return bool(self._before.get(unit))
+
     def end_iteration(self) -> None:
         """Forget forwards that got no backward."""
         self._before.clear()

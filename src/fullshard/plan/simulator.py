@@ -5,21 +5,19 @@ the host.
 
     host    issues the actions in order, each after its host seconds; where an action says so, waits for its end
     lane    does its actions one after another, each when those are over that it waits for
-    link    collectives that run at once on lanes of one link share it equally, so each takes longer
 """
 
 import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from fullshard.errors import FullshardError
 from fullshard.plan.actions import Action, ActionKind, Change, Holding, Lane
 from fullshard.plan.step import PlannedStep
 
-_LANES = tuple(Lane)
 _COMPUTING = frozenset(
     (ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.OPTIMIZER)
 )
@@ -60,16 +58,11 @@ class Simulated:
 
 
 def simulate(
-    actions: Sequence[Action],
-    seconds: Sequence[float],
-    host_s: Sequence[float],
-    *,
-    link: Collection[Lane] = (),
+    actions: Sequence[Action], seconds: Sequence[float], host_s: Sequence[float]
 ) -> Simulated:
     """Return when each action of a step begins and ends.
 
-    seconds: of each action on its lane, with the link for itself. host_s: until the host has issued it.
-    link: lanes whose collectives share one link.
+    seconds: of each action on its lane. host_s: until the host has issued it.
 
     Raises SimulationError for other numbers of durations, negative ones, and ones that are not finite.
     """
@@ -80,10 +73,15 @@ def simulate(
             )
     _check(actions, seconds, "seconds")
     _check(actions, host_s, "host_s")
-    clock = _Clock(actions, seconds, host_s, [lane in link for lane in _LANES])
-    clock.run()
-    spans = tuple(map(Span, clock.issued, clock.starts, clock.ends))
-    return _account(actions, spans)
+    spans: list[Span] = []
+    host, lanes = 0.0, dict.fromkeys(Lane, 0.0)  # when each has done what came so far
+    for action, took, issuing in zip(actions, seconds, host_s, strict=True):
+        issued = host + issuing
+        start = max(issued, lanes[action.lane], *(spans[each].end_s for each in action.after))
+        end = lanes[action.lane] = start + took
+        spans.append(Span(issued, start, end))
+        host = end if action.host_waits else issued
+    return _account(actions, tuple(spans))
 
 
 def _check(actions: Sequence[Action], durations: Sequence[float], name: str) -> None:
@@ -96,79 +94,6 @@ def _check(actions: Sequence[Action], durations: Sequence[float], name: str) -> 
         raise SimulationError(
             f"{name}[{place}] is {durations[place]} for {actions[place].kind.value}: expected seconds, 0 or more."
         )
-
-
-class _Clock:
-    """Discrete events: the host issues an action, a lane ends one."""
-
-    def __init__(
-        self,
-        actions: Sequence[Action],
-        seconds: Sequence[float],
-        host_s: Sequence[float],
-        is_on_link: Sequence[bool],
-    ) -> None:
-        num = len(actions)
-        self.issued, self.starts = [0.0] * num, [0.0] * num
-        self.ends = [math.inf] * num
-        self._actions, self._seconds, self._host_s = actions, seconds, host_s
-        self._is_on_link = is_on_link
-        numbers = {lane: number for number, lane in enumerate(_LANES)}
-        self._lane_of = [numbers[action.lane] for action in actions]
-        self._queues: list[collections.deque[int]] = [collections.deque() for _ in _LANES]
-        self._running: dict[int, int] = {}  # by lane
-        self._left = [0.0] * len(_LANES)  # seconds of what runs, with the link for itself
-        self._now = 0.0
-        self._next = 0  # action that the host issues next
-        self._waits_for = -1  # action whose end the host waits for
-
-    def run(self) -> None:
-        num, host_at = len(self._actions), self._host_s[0] if self._actions else math.inf
-        while self._next < num or self._running:
-            sharing = sum(self._is_on_link[lane] for lane in self._running) or 1
-            ahead = host_at - self._now if self._waits_for < 0 and self._next < num else math.inf
-            for lane in self._running:
-                rate = sharing if self._is_on_link[lane] else 1
-                ahead = min(ahead, self._left[lane] * rate)
-            self._pass(ahead, sharing)
-            if self._waits_for >= 0 and self.ends[self._waits_for] <= self._now:
-                self._waits_for = -1
-                host_at = self._now + (self._host_s[self._next] if self._next < num else 0)
-            while self._waits_for < 0 and self._next < num and host_at <= self._now:
-                host_at = self._issue()
-            self._start()
-
-    def _pass(self, seconds: float, sharing: int) -> None:
-        """Let time pass, and end what is over then."""
-        self._now += seconds
-        for lane, index in [*self._running.items()]:
-            rate = sharing if self._is_on_link[lane] else 1
-            left = self._left[lane]
-            self._left[lane] = left - seconds / rate
-            if left * rate <= seconds:
-                self.ends[index] = self._now
-                del self._running[lane]
-
-    def _issue(self) -> float:
-        """Issue the next action; return when the host issues the one after it."""
-        index = self._next
-        self.issued[index] = self._now
-        self._queues[self._lane_of[index]].append(index)
-        self._next += 1
-        if self._actions[index].host_waits:
-            self._waits_for = index
-        return self._now + (self._host_s[self._next] if self._next < len(self._actions) else 0)
-
-    def _start(self) -> None:
-        """Start what is first in its lane and waits for nothing."""
-        for lane, queue in enumerate(self._queues):
-            if queue and lane not in self._running:
-                index = queue[0]
-                if all(self.ends[each] <= self._now for each in self._actions[index].after):
-                    queue.popleft()
-                    self.starts[index] = self._now
-                    self._running[lane] = index
-                    self._left[lane] = self._seconds[index]
 
 
 class Piece(NamedTuple):

@@ -17,9 +17,9 @@ is kept (`ways`, `ledger`). `tests/engine/test_planned_steps.py` compares both.
 A step is like the one before it: what the first ones find out and allocate is there. So steps are planned until one
 leaves the memory that it found.
 
-Not planned: units that some ranks skip, parameters that define their own all-gather, one flat parameter for a unit,
-communication hooks, sums whose all-reduce is put off, optimizer state that is streamed, gathers that a program orders
-itself, and what the engine samples of shards that peers read (at most 32 KiB a parameter, on the CPU).
+Not planned: units that only some ranks run, or of whose modules only some run, parameters that define their own all-gather, one
+flat parameter for a unit, communication hooks, gathers that a program orders itself. For optimizer state that is streamed
+see `planning.offloading`.
 """
 
 import dataclasses
@@ -73,6 +73,7 @@ class StepSettings:
     reshard_after_forward: of each unit, or of all: as in `fully_shard`; None means True except for the root.
     forward_prefetch, backward_prefetch: of `UnitConfig`; without streams, or flat, the former gathers early.
     num_microbatches: backwards before the optimizer. reduces_each: each of them reduces, not the last alone.
+    sums_replicas_last: the last alone sums over replicas (``set_requires_all_reduce(False)`` before the others).
     keeps_between: units stay unsharded after a backward that does not reduce.
     max_input_buffers: ``reduce_scatter_max_input_buffers``. optimizer: None for a step without one.
     """
@@ -84,6 +85,7 @@ class StepSettings:
     backward_prefetch: Literal["pre", "post"] | None = "pre"
     num_microbatches: int = 1
     reduces_each: bool = False
+    sums_replicas_last: bool = False
     keeps_between: bool = False
     max_input_buffers: int = 1
     optimizer: OptimizerPlan | None = OptimizerPlan()
@@ -162,6 +164,7 @@ class _Step:
         self._reduces = True  # the backward that runs
         self._spans = _recomputed_spans(workload)
         self._backward_order = _backward_order(workload)
+        self._running = workload.running
         self._recomputed: set[int] = set()  # places of events
         self._allocate_residents()
 
@@ -186,7 +189,7 @@ class _Step:
             if self._settings.sharding.offloads:
                 continue
             level[Holding.SHARDS, unit.number] = plan.shard_nbytes
-            if optimizer is not None:
+            if optimizer is not None and unit.number in self._running:
                 level[Holding.OPTIMIZER, unit.number] = optimizer.state_nbytes(plan)
         level[Holding.COMMUNICATION, -1] = self._reductions.ring.nbytes
         if self._settings.sharding.all_reduce_way is PEER_MEMORY:
@@ -201,14 +204,17 @@ class _Step:
         self._gathers.begin_step()
         num = self._settings.num_microbatches
         for number in range(num):
-            self._reduces = self._settings.reduces_each or number == num - 1
+            is_last = number == num - 1
+            self._reduces = self._settings.reduces_each or is_last
+            self._reductions.puts_off = self._settings.sums_replicas_last and not is_last
             self._gathers.is_left_alone = self._reduces or not self._settings.keeps_between
             self._forward()
             self._backward()
         optimizer = self._settings.optimizer
         if optimizer is not None:
-            numel = sum(unit.plan.trained_numel for unit in self._units)
-            largest = max(unit.plan.largest_numel for unit in self._units)
+            trained = [self._units[number].plan for number in self._running]
+            numel = sum(plan.trained_numel for plan in trained)
+            largest = max(plan.largest_numel for plan in trained)
             temporary = numel * optimizer.peak_per_element + largest * optimizer.peak_of_largest
             offloads = self._settings.sharding.offloads
             step = Action(
@@ -246,14 +252,16 @@ class _Step:
         self._gathers.wait(unit)
         if not unit.plan.gathers:
             return  # such as a root whose parameters are all in other units
-        following = self._recorder.next_unit(unit.number)
-        settings = self._settings
-        # With streams the host runs ahead, so a gather starts early enough by itself.
-        is_early = settings.sharding.is_flat or not settings.has_streams
-        if following is None or not (settings.forward_prefetch and is_early):
+        number = self._recorder.next_unit(unit.number)
+        if number is None:
             return
-        if self._gathers.gains_from_prefetch(self._units[following]):
-            self._gathers.unshard(self._units[following])
+        following, settings = self._units[number], self._settings
+        is_early = settings.forward_prefetch
+        # With streams the host runs ahead, so a gather starts early enough by itself if it waits for little.
+        if settings.has_streams and not (is_early and settings.sharding.is_flat):
+            is_early = self._gathers.waits_for_compute(following)
+        if is_early and self._gathers.gains_from_prefetch(following):
+            self._gathers.unshard(following)
 
     def _compute_forward(self, run: Run) -> None:
         stretch = self._workload.stretches[run.stretch]
@@ -377,7 +385,8 @@ class _Step:
             self._reductions.reduce(unit)
         else:
             self._reductions.accumulate(unit)
-        if (following := self._prefetch_after.pop(unit.number, None)) is not None:
+        following = self._prefetch_after.pop(unit.number, None)
+        if following is not None and self._recorder.expects_backward(following.number):
             self._gathers.unshard(following)
 
 
@@ -399,12 +408,10 @@ def _backward_order(workload: Workload) -> list[int]:
 
 def _recomputed_spans(workload: Workload) -> dict[int, range]:
     """Return the events that are run again when a backward comes to a place: that of a `Leave`."""
-    spans, entered = {}, []
+    spans, entered = {}, {}
     for place, event in enumerate(workload.events):
         if isinstance(event, Enter):
-            entered.append(place)
-        elif isinstance(event, Leave):
-            start = entered.pop()
-            if workload.units[event.unit].recomputes:
-                spans[place] = range(start, place)
+            entered[event.unit] = place
+        elif isinstance(event, Leave) and workload.units[event.unit].recomputes:
+            spans[place] = range(entered[event.unit], place)
     return spans

@@ -40,6 +40,10 @@ class Gathers:
         moves = unit.plan.gathered_nbytes or unit.kept_nbytes
         return self._way.overlaps or (self._log.has_streams and bool(moves))
 
+    def waits_for_compute(self, unit: UnitState) -> bool:
+        """Return whether a gather waits, with streams, for all that COMPUTE was given before it."""
+        return not self.is_left_alone or unit.reshards is False or bool(unit.kept_nbytes)
+
     def unshard(self, unit: UnitState) -> None:
         """Start gathering a unit, unless it is there or on its way."""
         if unit.is_unsharded or unit.is_gathering or not unit.plan.gathers:
@@ -121,7 +125,7 @@ class Gathers:
         new = [unit.change(Holding.UNSHARDED, sum(unit.freed))]
         if not self._log.has_streams:
             return (), new
-        if not self.is_left_alone or unit.reshards is False or unit.kept_nbytes:
+        if self.waits_for_compute(unit):
             return (self._log.last,), new
         after, wanted, changes = [self.begun], list(unit.freed), []
         while len(self._turns) > max(0, NUM_TURNS - 1 - self._num_lent):

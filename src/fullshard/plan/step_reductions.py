@@ -16,7 +16,7 @@ from fullshard.plan.ways import KEPT_NBYTES, MAX_REPLICATED, PEER_MEMORY, Reduce
 class _Flight:
     """A reduction from its start to its release.
 
-    was_summed: of sums of several backwards.
+    was_summed: of sums of several backwards. is_put_off: replicas sum it in a later backward.
     start, end: the actions that start it, and after which it may be released.
     finish: what changes when its reduce-scatter is over. held_nbytes: of full gradients that are read until then, or
         with streams until its release.
@@ -26,6 +26,7 @@ class _Flight:
 
     unit: UnitState
     was_summed: bool
+    is_put_off: bool
     start: int = -1
     end: int = -1
     finish: list[Change] = dataclasses.field(default_factory=list)
@@ -39,6 +40,7 @@ class Reductions:
     """Reduces gradients of units.
 
     max_under_way: how many reductions may hold memory, as long as the oldest of them is finished.
+    puts_off: sums are not summed over replicas in the backward that runs.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Reductions:
         self._log, self._regions, self._sharding = log, regions, sharding
         self._way, self._has_streams = sharding.shard_way, log.has_streams
         self._max_under_way = max_under_way
+        self.puts_off = False
         self._has_replicas = sharding.replicate_size > 1
         self._runs_beside = log.has_streams or self._way.overlaps
         self._scratch = ScratchLedger(keeps=not log.has_streams)
@@ -95,7 +98,8 @@ class Reductions:
         self._wait_for += [each.end for each in self._replicated if each.unit is unit]
         if not (unit.is_holding or unit.full_nbytes):
             return
-        flight = _Flight(unit, was_summed=unit.is_holding)
+        is_put_off = self._has_replicas and self.puts_off
+        flight = _Flight(unit, was_summed=unit.is_holding, is_put_off=is_put_off)
         nbytes = self._take_sums(unit) if unit.is_holding else unit.full_nbytes
         unit.full_nbytes = 0
         if unit.plan.is_handed_over:
@@ -191,7 +195,7 @@ class Reductions:
     def _take_total(self, flight: _Flight, number: int) -> list[Change]:
         """Take memory for a bucket's sum over the shard axis."""
         unit, bucket = flight.unit, flight.unit.plan.buckets[number]
-        if bucket.is_final and number not in unit.with_gradient:
+        if bucket.is_final and not flight.is_put_off and number not in unit.with_gradient:
             return self._take_shards(unit, number)
         block, grown = self._scratch.take(bucket.total_nbytes)
         flight.totals[number] = block
@@ -239,7 +243,7 @@ class Reductions:
                 self._finish_on_host(flight)
         while self._finished and len(self._finished) + len(self._started) > self._max_under_way:
             self._wait(self._finished.popleft())
-        scratch = [each for each in self._replicated if each.totals]
+        scratch = [each for each in self._replicated if each.totals or each.is_put_off]
         for oldest in scratch[:-MAX_REPLICATED]:
             self._wait_for.append(oldest.end)
             self._log.carry(self._drop_totals(oldest))
@@ -258,20 +262,37 @@ class Reductions:
         changes += [*flight.finish, unit.change(Holding.FULL_GRADIENTS, -flight.held_nbytes)]
         for block in flight.blocks:
             self._scratch.give(block)
-        changes += [] if self._has_replicas else self._deposit(flight)
+        changes += self._put_off(flight) if self._has_replicas else self._deposit(flight)
         wait = Action(ActionKind.WAIT, Lane.COMPUTE, unit.number, after=(flight.start,))
         self._log.issue(wait, changes)
-        if self._has_replicas:
+        if self._has_replicas and not flight.is_put_off:
             self._all_reduce(flight)
 
     def _finish_on_lanes(self, flight: _Flight) -> None:
         if self._has_replicas:  # from here on two: what was read, and what is summed over replicas
-            flight.end = self._all_reduce(flight)
-            if self._sharding.offloads:
-                flight.end = self._copy_out(flight.unit, flight.end, Lane.ALL_REDUCE)
+            self._log.carry(self._put_off(flight))
+            if not flight.is_put_off:
+                flight.end = self._all_reduce(flight)
+                if self._sharding.offloads:
+                    flight.end = self._copy_out(flight.unit, flight.end, Lane.ALL_REDUCE)
             self._replicated.append(dataclasses.replace(flight, held_nbytes=0))
             flight = dataclasses.replace(flight, end=flight.start, totals={})
         self._finished.append(flight)
+
+    def _put_off(self, flight: _Flight) -> list[Change]:
+        """Add sums that wait for the replicas' to newer ones, which may wait in their place; return what that changes."""
+        unit, changes = flight.unit, []
+        for number in range(len(unit.plan.buckets)):
+            if block := unit.waiting.pop(number, 0):
+                changes.append(unit.change(Holding.FULL_GRADIENTS, -block))
+                changes.append(
+                    unit.change(Holding.COMMUNICATION, block + self._scratch.give(block))
+                )
+            if flight.is_put_off:
+                block = unit.waiting[number] = flight.totals.pop(number)
+                changes.append(unit.change(Holding.COMMUNICATION, -block))
+                changes.append(unit.change(Holding.FULL_GRADIENTS, block))
+        return changes
 
     def _all_reduce(self, flight: _Flight) -> int:
         """Sum over replicas; return the action."""

@@ -69,6 +69,7 @@ class UnitState:
     full_nbytes: of full gradients that autograd has left. sums_nbytes: of sums that wait for a reduction, or of spare
         memory for the next ones. is_holding: sums wait.
     handed_nbytes: of full gradients that became those of the shards.
+    waiting: scratch blocks of sums that replicas have yet to sum, by bucket.
     with_gradient, pooled: its buckets of gradients that have some, and whose memory is there and unused.
     """
 
@@ -89,6 +90,7 @@ class UnitState:
         self.is_in_backward = self.has_ended_backward = False
         self.full_nbytes = self.sums_nbytes = self.handed_nbytes = 0
         self.is_holding = False
+        self.waiting: dict[int, int] = {}
         self.with_gradient: set[int] = set()
         self.pooled: set[int] = set()
 

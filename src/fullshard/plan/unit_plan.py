@@ -18,14 +18,15 @@ from fullshard.plan.gradient_dtypes import (
     GradientDtypes,
     flat_gradient_dtypes,
     gradient_dtypes,
+    may_overflow,
 )
 from fullshard.plan.layout import ParamLayout, ParamSpec, UnitLayout
 from fullshard.plan.ways import (
+    GLOO,
     ONE_RANK,
     PEER_MEMORY,
     GatherMemory,
     ReduceMemory,
-    Region,
     Way,
     flags_nbytes,
     gather_memory,
@@ -135,16 +136,21 @@ class UnitPlan:
 
 def plan_unit(params: Sequence[ParamSpec], sharding: Sharding) -> UnitPlan:
     """Plan a unit. Equal units are planned once."""
-    # Whether a parameter is trainable is no part of its equality.
-    return _plan_unit(tuple(params), tuple(param.trainable for param in params), sharding)
+    # Whether a parameter is trainable, and used, is no part of its equality.
+    trained = tuple(index for index, param in enumerate(params) if param.trainable)
+    # In a flat bucket all get a gradient.
+    stepped = frozenset(n for n in trained if sharding.is_flat or params[n].is_used)
+    return _plan_unit(tuple(params), trained, stepped, sharding)
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan_unit(
-    params: tuple[ParamSpec, ...], trainable: tuple[bool, ...], sharding: Sharding
+    params: tuple[ParamSpec, ...],
+    trained: tuple[int, ...],
+    stepped: frozenset[int],
+    sharding: Sharding,
 ) -> UnitPlan:
     way, rank = sharding.shard_way, sharding.shard_rank
-    trained = [index for index, is_trained in enumerate(trainable) if is_trained]
     if sharding.is_flat:
         layout = flat_layout(params, shard_size=sharding.shard_size)
         dtypes = [flat_gradient_dtypes(each, reduce_dtype=sharding.reduce_dtype) for each in params]
@@ -160,6 +166,7 @@ def _plan_unit(
         for bucket in layout.buckets
         for param in bucket.params
     ]
+    updated = [(numel, param.spec.dtype) for param, numel in own if param.index in stepped]
     # Ranks that share memory keep shards without padding between them.
     is_padded = way is not PEER_MEMORY or sharding.is_flat
     shards = sum(numel * param.spec.dtype.itemsize for param, numel in own)
@@ -178,15 +185,11 @@ def _plan_unit(
             for each in buckets
         ),
         all_reduced=tuple(_staged_nbytes(each, 1) for each in buckets),
-        trained_numel=sum(numel for param, numel in own if trainable[param.index]),
-        trained_nbytes=sum(
-            numel * param.spec.dtype.itemsize for param, numel in own if trainable[param.index]
-        ),
+        trained_numel=sum(numel for numel, _ in updated),
+        trained_nbytes=sum(numel * dtype.itemsize for numel, dtype in updated),
         # Of a flat buffer, only ranks that own elements of a parameter have a gradient for it.
-        num_trained=sum(
-            numel > 0 or not sharding.is_flat for param, numel in own if trainable[param.index]
-        ),
-        largest_numel=max((numel for param, numel in own if trainable[param.index]), default=0),
+        num_trained=sum(numel > 0 or not sharding.is_flat for numel, _ in updated),
+        largest_numel=max((numel for numel, _ in updated), default=0),
         sample_nbytes=_samples_nbytes(layout, own) if way is PEER_MEMORY else 0,
         is_handed_over=sharding.data_parallel_size == 1
         and not sharding.offloads
@@ -242,17 +245,14 @@ def _plan_bucket(bucket: GradientBucket, sharding: Sharding) -> BucketPlan:
     layout, reduce_dtype, way = bucket.layout, bucket.reduce_dtype, sharding.shard_way
     is_alone = sharding.data_parallel_size == 1
     total_dtype = reduce_dtype if is_alone else way.sum_dtype(reduce_dtype)
-    # To avoid overflow: see `engine.gradients.bucket`.
-    is_scaled = reduce_dtype == torch.float16 and (
-        sharding.replicate_size > 1 or total_dtype == reduce_dtype
-    )
+    replicas = sharding.replicate_size > 1
+    is_scaled = may_overflow(reduce_dtype, total_dtype, has_replicas=replicas)
 
     def memory(full_dtype: torch.dtype, *, accumulated: bool) -> ReduceMemory:
         wire = total_dtype if way.sums_natively else _wire(bucket, accumulated=accumulated)
         return reduce_memory(layout, way, wire, full_dtype=full_dtype, is_scaled=is_scaled)
 
     is_wide = not layout.is_flat
-    replicas = sharding.replicate_size > 1
     reduced_nbytes = layout.shard_numel * reduce_dtype.itemsize
     return BucketPlan(
         first=memory(layout.compute_dtype, accumulated=False),
@@ -275,7 +275,4 @@ def kept_nbytes(plan: UnitPlan, group_size: int) -> int:
 def smaller_gather(plan: UnitPlan, group_size: int) -> tuple[GatherMemory, ...]:
     """Return what gathering a unit over a smaller group takes, per bucket."""
     buckets = (regroup(each, shard_size=group_size) for each in plan.layout.buckets)
-    return tuple(
-        GatherMemory(b.unsharded_nbytes, 0, Region(b.shard_size * b.packed_numel, b.compute_dtype))
-        for b in buckets
-    )
+    return tuple(gather_memory(each, GLOO, is_offloaded=False) for each in buckets)

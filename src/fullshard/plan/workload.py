@@ -1,7 +1,8 @@
 """What one pass of a model over a micro-batch computes and keeps: the planner's picture of a model.
 
 A forward is a list of events: a unit's forward begins (`Enter`), something is computed (`Run`), it ends
-(`Leave`). What is computed between two such events is a `Stretch`. A root unit with an embedding, two blocks
+(`Leave`). That of several modules, as ``fully_shard([a, b])`` makes it, begins with the first of them and ends with the
+last. What is computed between two such events is a `Stretch`. A root unit with an embedding, two blocks
 that are units, and a head:
 
     Enter(0) Run(0) Enter(1) Run(1) Leave(1) Enter(2) Run(2) Leave(2) Run(3) Leave(0)
@@ -140,3 +141,8 @@ class Workload:
     input_nbytes: int = 0
     model_flops: float = 0.0
     tokens: int = 0
+
+    @property
+    def running(self) -> frozenset[int]:
+        """The units that run. Others are not gathered, and their parameters get neither gradients nor optimizer state."""
+        return frozenset(event.unit for event in self.events if isinstance(event, Enter))

@@ -55,7 +55,7 @@ def step_bound(
     """
     plans = [plan_unit(unit.params, settings.sharding) for unit in workload.units]
     units = collections.Counter(
-        (plan, settings.reshards(number, len(plans))) for number, plan in enumerate(plans)
+        (plans[number], settings.reshards(number, len(plans))) for number in workload.running
     )
     works, moves, trained = collections.Counter[Action](), collections.Counter[Action](), 0
     num, saving = settings.num_microbatches, {}
@@ -113,6 +113,7 @@ def _collectives(
     sent = sum(min(b.first.sent_nbytes, b.summed.sent_nbytes) for b in plan.buckets)
     yield _Collective(ActionKind.REDUCE_SCATTER, sent, sharding.shard_size, reductions)
     summed = sum(bucket.all_reduced_nbytes for bucket in plan.buckets)
+    reductions = 1 if settings.sums_replicas_last else reductions
     yield _Collective(ActionKind.ALL_REDUCE, summed, sharding.replicate_size, reductions)
 
 

@@ -48,7 +48,8 @@ def estimate_step(
     """Plan a step of a workload, and run it on the clocks of a machine. offload: see `planning.offloading`."""
     step = plan_step(workload, settings)
     trained = sum(
-        plan_unit(unit.params, settings.sharding).trained_numel for unit in workload.units
+        plan_unit(workload.units[number].params, settings.sharding).trained_numel
+        for number in workload.running
     )
     seconds, host_s = costs.durations(step, workload, trained)
     on_host = host_nbytes(step, offload, is_pinned=costs.machine.figures is None)

@@ -1,7 +1,7 @@
 """Operators as kernels: FLOPs, bytes and shape of what PyTorch's operators compute."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,27 +24,18 @@ class Kernel(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of an operator. args: with those by keyword, in the order of its schema, as far as given."""
+    """A call of an operator. given: its arguments, by the names of its schema. dtype: of the first that is floating."""
 
     name: str
-    func: Any
-    args: tuple[Any, ...]
+    given: Mapping[str, Any]
     result: Any
+    dtype: str
     read_nbytes: int
     written_nbytes: int
 
     @property
-    def dtype(self) -> str:
-        for leaf in pytree.tree_leaves(self.args):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                return dtype_name(leaf.dtype)
-        return ""
-
-    def argument(self, name: str) -> Any:
-        """Return an argument by its name; None if it is not given."""
-        names = [each.name for each in self.func._schema.arguments]
-        index = names.index(name) if name in names else len(self.args)
-        return self.args[index] if index < len(self.args) else None
+    def nbytes(self) -> int:
+        return self.read_nbytes + self.written_nbytes
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -74,17 +65,25 @@ def kernels_of(
     name = func.overloadpacket.__name__
     if not (makes_memory or mutates) or name.startswith(_MAKERS):
         return []
-    read = sum(map(tensor_nbytes, tensors_of((args, kwargs))))
-    written = sum(map(tensor_nbytes, tensors_of(result)))
-    ordered = args + tuple(kwargs.get(each.name) for each in func._schema.arguments[len(args) :])
-    call = Call(name, func, ordered, result, read, written)
-    if (shaped := _MATMULS.get(name) or _attention(name)) is not None:
-        return shaped(call)
+    tensors = tensors_of((args, kwargs))
+    call = Call(
+        name,
+        dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs,
+        result,
+        next((dtype_name(each.dtype) for each in tensors if each.is_floating_point()), ""),
+        sum(map(tensor_nbytes, tensors)),
+        sum(map(tensor_nbytes, tensors_of(result))),
+    )
+    if name in _FACTORS:
+        return [_product(call, *(call.given[each] for each in _FACTORS[name]))]
+    if name.startswith("convolution"):
+        return _convolution(call)
+    if name.startswith("_scaled_dot_product") and "attention" in name:
+        return [_attention(call)]
     if (formula := flop_registry.get(func.overloadpacket)) is not None:
         flops = float(formula(*args, **kwargs, out_val=result))
         kind = WorkKind.ATTENTION if "attention" in name else WorkKind.MATMUL
-        work = Work(kind, flops, read + written, dtype=call.dtype, name=name)
-        return [Kernel(work, flops)]
+        return [Kernel(Work(kind, flops, call.nbytes, dtype=call.dtype, name=name), flops)]
     return [Kernel(Work(WorkKind.MEMORY, 0.0, _moved(call), dtype=call.dtype, name=name))]
 
 
@@ -104,124 +103,81 @@ _PUTS = frozenset(
 _FILLS = frozenset(("copy_", "zero_", "fill_"))
 
 
+# The matrices that an operator multiplies.
+_FACTORS = {
+    "mm": ("self", "mat2"),
+    "bmm": ("self", "mat2"),
+    "addmm": ("mat1", "mat2"),
+    "baddbmm": ("batch1", "batch2"),
+    "_scaled_mm": ("self", "mat2"),
+    "_grouped_mm": ("self", "mat2"),
+    "_scaled_grouped_mm": ("self", "mat2"),
+}
+
+
 def _moved(call: Call) -> int:
     """Return the bytes that a kernel reads and writes which is neither a matmul nor attention."""
-    first = call.args[0] if call.args and isinstance(call.args[0], Tensor) else None
-    if first is not None and call.name in _LOOK_UPS:
-        return call.read_nbytes - tensor_nbytes(first) + 2 * call.written_nbytes
-    if first is not None and call.name in _PUTS:
-        return 3 * (call.read_nbytes - tensor_nbytes(first))
-    if first is not None and call.name in _FILLS:
-        return call.read_nbytes
-    return call.read_nbytes + call.written_nbytes
+    others_nbytes = sum(map(tensor_nbytes, tensors_of(list(call.given.values()))[1:]))
+    if call.name in _LOOK_UPS:
+        return others_nbytes + 2 * call.written_nbytes
+    if call.name in _PUTS:
+        return 3 * others_nbytes
+    return call.read_nbytes if call.name in _FILLS else call.nbytes
 
 
-def _matmul(call: Call, m: int, n: int, k: int, nbytes: int | None = None) -> Kernel:
-    flops = 2.0 * m * n * k
-    moved = call.read_nbytes + call.written_nbytes if nbytes is None else nbytes
-    return Kernel(Work(WorkKind.MATMUL, flops, moved, (m, n, k), call.dtype, name=call.name), flops)
+def _matmul(call: Call, sizes: tuple[int, int, int], nbytes: int) -> Kernel:
+    """Multiply (m, k) by (k, n). sizes: (m, n, k)."""
+    flops = 2.0 * math.prod(sizes)
+    return Kernel(Work(WorkKind.MATMUL, flops, nbytes, sizes, call.dtype, name=call.name), flops)
 
 
-def _product(call: Call, left: Tensor, right: Tensor) -> list[Kernel]:
-    """Multiply matrices, or a batch of them, whose rows are then those of one matmul."""
+def _product(call: Call, left: Tensor, right: Tensor) -> Kernel:
+    """Multiply matrices, or a batch of them, whose rows are then those of one matmul.
+
+    So are rows that are sorted into groups, each with a matrix of its own; sums over such rows have groups on the right.
+    """
     *batch, m, k = left.shape
-    return [_matmul(call, math.prod(batch) * m, right.shape[-1], k)]
-
-
-def _grouped(call: Call) -> list[Kernel]:
-    """Multiply rows that are sorted into groups, each with a matrix of its own; or sum over such rows."""
-    left, right = call.args[:2]
-    if left.ndim == 3 and right.ndim == 2:
-        return [_matmul(call, left.shape[1], right.shape[1], left.shape[2])]
-    if left.ndim == 2:
-        return [_matmul(call, left.shape[0], right.shape[-1], left.shape[1])]
-    return _product(call, left, right)
-
-
-def _convolution_sizes(
-    tokens: Tensor, weight: Tensor, outputs: Tensor, *, transposed: bool
-) -> tuple[int, int, int]:
-    """Return the sizes of the matmul that a convolution is, (m, n, k), groups included."""
-    window = math.prod(weight.shape[2:])
-    pixels = tokens if transposed else outputs
-    m = pixels.shape[0] * math.prod(pixels.shape[2:])
-    if transposed:
-        return m, weight.shape[1] * window, weight.shape[0]
-    return m, weight.shape[0], weight.shape[1] * window
+    rows = m * math.prod(batch) if left.ndim <= right.ndim else m
+    return _matmul(call, (rows, right.shape[-1], k), call.nbytes)
 
 
 def _convolution(call: Call) -> list[Kernel]:
-    inputs, weight = call.args[:2]
-    transposed = bool(call.argument("transposed"))
-    return [_matmul(call, *_convolution_sizes(inputs, weight, call.result, transposed=transposed))]
+    """A matmul, groups included; in backward one for the gradient of inputs and one for that of weights, if asked for."""
+    given, weight, outputs = call.given, call.given["weight"], call.result
+    if is_backward := "output_mask" in given:
+        outputs = given["grad_output"]
+    pixels = given["input"] if given["transposed"] else outputs
+    m = pixels.shape[0] * math.prod(pixels.shape[2:])
+    n, k = weight.shape[0], weight.shape[1] * math.prod(weight.shape[2:])
+    if given["transposed"]:
+        n, k = k, n
+    if not is_backward:
+        return [_matmul(call, (m, n, k), call.nbytes)]
+    sizes = ((m, k, n), (n, k, m))
+    nbytes = sum(map(tensor_nbytes, (outputs, given["input"], weight)))
+    asked = zip(sizes, given["output_mask"], strict=False)  # and the bias
+    return [_matmul(call, each, nbytes) for each, is_asked in asked if is_asked]
 
 
-def _convolution_backward(call: Call) -> list[Kernel]:
-    """The gradients of inputs and of weights, as far as they are asked for: a matmul each."""
-    gradient, inputs, weight = call.args[:3]
-    transposed = bool(call.argument("transposed"))
-    m, n, k = _convolution_sizes(inputs, weight, gradient, transposed=transposed)
-    of_inputs, of_weight, _of_bias = call.argument("output_mask")
-    whole = sum(map(tensor_nbytes, (gradient, inputs, weight)))
-    kernels = []
-    if of_inputs:
-        kernels.append(_matmul(call, m, k, n, whole))
-    if of_weight:
-        kernels.append(_matmul(call, n, k, m, whole))
-    return kernels
-
-
-def _attention(name: str) -> Callable[[Call], list[Kernel]] | None:
-    if not (name.startswith("_scaled_dot_product") and "attention" in name):
-        return None
-    return _attention_backward if "backward" in name else _attention_forward
-
-
-def _attention_kernel(
-    call: Call, tensors: Sequence[Tensor], products: tuple[int, int], counted: tuple[int, int]
-) -> list[Kernel]:
+def _attention(call: Call) -> Kernel:
     """Attention over q (batch, heads, queries, size), k and v (batch, heads, keys, size).
 
-    products: how many matmuls it computes in the size of k, and of v. counted: for utilization.
+    In forward scores and outputs; in backward scores again, which does not count for utilization, and the gradients of
+    scores, values, queries and keys.
     """
-    query, key, value = tensors
+    query, key, value = (call.given[each] for each in ("query", "key", "value"))
     batch, heads, queries, size = query.shape
-    pairs = 2.0 * batch * heads * queries * key.shape[-2]
-    sizes = (size, value.shape[-1])
-    flops, model_flops = (
-        pairs * sum(number * each for number, each in zip(numbers, sizes, strict=True))
-        for numbers in (products, counted)
-    )
-    computed = flops / 2 if call.argument("is_causal") else flops
+    scores = 2.0 * batch * heads * queries * key.shape[-2] * size
+    outputs = scores / size * value.shape[-1]
+    is_backward = "backward" in call.name
+    counted = (scores + outputs) * (2 if is_backward else 1)
+    computed = counted + (scores if is_backward else 0)
     work = Work(
         WorkKind.ATTENTION,
-        computed,
-        call.read_nbytes + call.written_nbytes,
+        computed / 2 if call.given.get("is_causal") else computed,
+        call.nbytes,
         (batch * heads, queries, size),
         call.dtype,
         name=call.name,
     )
-    return [Kernel(work, model_flops)]
-
-
-def _attention_forward(call: Call) -> list[Kernel]:
-    return _attention_kernel(call, call.args[:3], (1, 1), (1, 1))
-
-
-def _attention_backward(call: Call) -> list[Kernel]:
-    # Scores again, then the gradients of scores, values, queries and keys.
-    return _attention_kernel(call, call.args[1:4], (3, 2), (2, 2))
-
-
-_MATMULS: dict[str, Callable[[Call], list[Kernel]]] = {
-    "mm": lambda call: _product(call, *call.args[:2]),
-    "bmm": lambda call: _product(call, *call.args[:2]),
-    "_scaled_mm": lambda call: _product(call, *call.args[:2]),
-    "addmm": lambda call: _product(call, *call.args[1:3]),
-    "baddbmm": lambda call: _product(call, *call.args[1:3]),
-    "_grouped_mm": _grouped,
-    "_scaled_grouped_mm": _grouped,
-    "convolution": _convolution,
-    "convolution_overrideable": _convolution,
-    "convolution_backward": _convolution_backward,
-}
+    return Kernel(work, counted)

@@ -47,7 +47,7 @@ def program_of(
         *_sharded(choice, unsharded, setup, layers),
         "    return fully_shard(model, **options)",
         *("", ""),
-        *_backward(choice),
+        *_backward(choice, setup),
     ]
     if streams:
         lines += [
@@ -113,13 +113,15 @@ def _listed(layers: Sequence[str]) -> str:
     return f"[model.get_submodule(path) for path in {[*layers]}]"
 
 
-def _backward(choice: Choice) -> Iterator[str]:
+def _backward(choice: Choice, setup: TrainingSetup) -> Iterator[str]:
     num = choice.num_microbatches
+    puts_off = setup.sums_replicas_last and choice.replicate_size > 1
+    option = "requires_all_reduce" if choice.reduces_each else "requires_gradient_sync"
     yield "def backward(model, micro_batches, loss_of):"
     yield f"    # {num} of {choice.sequences} sequences on each rank; the optimizer's step follows"
-    if num > 1 and not choice.reduces_each:
+    if num > 1 and (puts_off or not choice.reduces_each):
         yield "    for number, batch in enumerate(micro_batches, 1):"
-        yield f"        model.set_requires_gradient_sync(number == {num})"
+        yield f"        model.set_{option}(number == {num})"
     else:
         yield "    for batch in micro_batches:"
     loss = "loss_of(model, batch)"

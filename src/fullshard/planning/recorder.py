@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullshard.errors import UnsupportedError
 from fullshard.plan.workload import Stretch, Work
 from fullshard.planning.kernels import Kernel, kernels_of, tensor_nbytes, tensors_of
 from fullshard.torch_private import (
@@ -46,27 +47,18 @@ class Span:
     forward_peak_nbytes: int = 0
     recomputed_nbytes: int = 0
     recomputed_peak_nbytes: int = 0
-    backward_peak_nbytes: int = (
-        0  # while it is recorded, above what was before the recomputation as well
-    )
+    backward_peak_nbytes: int = 0  # above what was before the recomputation as well
     gradient_nbytes: int = 0
     model_flops: float = 0.0
 
     def stretch(self) -> Stretch | None:
         """Return it as a stretch; None if nothing happened."""
-        made = Stretch(
-            forward=_merged(self.forward),
-            backward=_merged(self.backward),
-            recomputed=_merged(self.recomputed),
-            saved_nbytes=self.saved_nbytes,
-            freed_nbytes=self.freed_nbytes,
-            forward_peak_nbytes=self.forward_peak_nbytes,
-            recomputed_nbytes=self.recomputed_nbytes,
-            recomputed_peak_nbytes=self.recomputed_peak_nbytes,
-            backward_peak_nbytes=max(0, self.backward_peak_nbytes - self.recomputed_nbytes),
-            gradient_nbytes=self.gradient_nbytes,
-        )
-        return None if made == Stretch((), ()) else made
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(Stretch)}
+        for name in ("forward", "backward", "recomputed"):
+            fields[name] = tuple(w._replace(count=n) for w, n in fields[name].items())
+        peak_nbytes = self.backward_peak_nbytes - self.recomputed_nbytes
+        fields["backward_peak_nbytes"] = max(0, peak_nbytes)
+        return Stretch(**fields) if any(fields.values()) else None
 
 
 @dataclasses.dataclass
@@ -78,10 +70,6 @@ class _Again:
     works: Works = dataclasses.field(default_factory=collections.Counter)
     peak_nbytes: int = 0
     num_entered: int = 0  # stretches that it has come to since it began
-
-
-def _merged(works: Works) -> tuple[Work, ...]:
-    return tuple(work._replace(count=count) for work, count in works.items())
 
 
 def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -97,52 +85,53 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class Recorder(TorchDispatchMode):
     """See operators of a forward, whose parts `next_stretch` separates, and then of its backward.
 
-    spans: in the order of the forward.
+    spans: in the order of the forward. with_gradient: watched parameters that have got one.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.spans = [Span()]
+        self.is_backward = False
         self.num_recorded = 0  # operators that computed something, or made memory
-        self._starts = [0]  # numbers of nodes, in ascending order, and the spans that begin there
-        self._starting = [0]
+        # Numbers of nodes, in ascending order, and the spans that begin there.
+        self._starts = [(0, 0)]
+        self._current = 0
+        self._last = self.spans[0]  # of the forward, in which something was recorded
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._in_use = 0
         self._base = 0  # what was in use when the current span began
-        self._last = self.spans[0]  # of the forward, in which something was recorded
-        self._current = 0
-        self.is_backward = False
-        self._next_number = (
-            0  # of a node, when the last operator ran that belonged to the backward itself
-        )
+        self.with_gradient: set[Tensor] = set()
+        # Of a node, when the last operator ran that belonged to the backward itself.
+        self._next_number = 0
         self._again: _Again | None = None
-        self._grads: list[Tensor] = []  # gradients that the current span has left
-        self._had_grad: set[Tensor] = set()
 
     # What is in use
 
-    def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Let the memory of tensors count nothing."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self._storages[storage._cdata] = weakref.ref(storage), 0
+    def leave_out(self, tensor: Tensor) -> None:
+        """Let the memory of a tensor count nothing."""
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = weakref.ref(storage), 0
 
     def watch(self, parameter: Tensor) -> None:
-        """Let a parameter's memory count nothing, and its gradient as that of the stretch that leaves it."""
-        self.leave_out([parameter])
+        """Let a parameter's gradient count as that of the stretch that leaves it."""
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(self._take_gradient)
 
     def _take_gradient(self, parameter: Any) -> None:
-        if parameter not in self._had_grad:
-            self._had_grad.add(parameter)
+        if parameter not in self.with_gradient:
+            self.with_gradient.add(parameter)
             self._span.gradient_nbytes += tensor_nbytes(parameter.grad)
-        self._grads.append(parameter)
+        parameter.grad = None
 
     def _follow(self, tensors: Iterable[Tensor]) -> bool:
         """Count the memory of tensors, and tell whether any of it is new."""
         is_new = False
         for tensor in tensors:
+            if tensor.layout not in (torch.strided, torch.jagged):
+                raise UnsupportedError(
+                    f"A tensor of shape {tuple(tensor.shape)} has the layout {tensor.layout}, such as a gradient of "
+                    "nn.Embedding(sparse=True). Only dense ones are reduced and planned: use sparse=False."
+                )
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key in self._storages or not (nbytes := storage.nbytes()):
@@ -157,12 +146,6 @@ class Recorder(TorchDispatchMode):
             self._in_use += nbytes
         return is_new
 
-    def _activations(self) -> int:
-        """What is in use beside gradients of parameters."""
-        return self._in_use - sum(
-            tensor_nbytes(each.grad) for each in self._grads if each.grad is not None
-        )
-
     # Which stretch it is
 
     @property
@@ -175,89 +158,71 @@ class Recorder(TorchDispatchMode):
             again = self._begin_recomputing()
             again.num_entered += 1
             # For reentrant checkpoints, which run backwards through what they have recomputed.
-            self._begin_nodes(next_sequence_number(), again.span + again.num_entered)
-            return
-        self._end_forward()
-        self.spans.append(Span())
-        self._current = len(self.spans) - 1
-        self._begin_nodes(next_sequence_number(), self._current)
+            span = min(again.span + again.num_entered, len(self.spans) - 1)
+        else:
+            self.spans.append(Span())
+            span = self._current = len(self.spans) - 1
+        self._starts.append((next_sequence_number(), span))
 
-    def _begin_nodes(self, number: int, span: int) -> None:
-        self._starts.append(number)
-        self._starting.append(min(span, len(self.spans) - 1))
-
-    def _span_of(self, number: int) -> int:
-        return self._starting[bisect.bisect(self._starts, number) - 1]
-
-    def _end_forward(self) -> None:
-        self._last.saved_nbytes += self._in_use - self._base
-        self._base = self._in_use
+    def _span_of(self, node: Any) -> int:
+        place = bisect.bisect(self._starts, sequence_number(node), key=lambda start: start[0])
+        return self._starts[place - 1][1]
 
     def begin_backward(self) -> None:
         """End the forward: what follows is the backward, of the last stretch first."""
-        self._end_forward()
+        self._last.saved_nbytes += self._in_use - self._base
+        self._base = self._in_use
         self.is_backward = True
         self._next_number = next_sequence_number()
 
     def end_backward(self) -> None:
         """End the backward."""
-        self._leave_span()
-        self._drop_gradients()
+        self._go_to(self._current)
 
-    def _leave_span(self) -> None:
-        in_use = self._activations()
-        self._span.freed_nbytes += self._base - in_use
-        self._base = in_use
-
-    def _drop_gradients(self) -> None:
-        for parameter in self._grads:
-            parameter.grad = None
-        self._grads.clear()
+    def _go_to(self, span: int) -> None:
+        """Leave the current span for another one's backward."""
+        self._span.freed_nbytes += self._base - self._in_use
+        self._base = self._in_use
+        self._current = span
 
     def _locate(self) -> None:
         """Find out to which span an operator of the backward belongs, before it runs."""
+        node = current_autograd_node()
         if torch.is_grad_enabled():
-            if current_autograd_node() is not None:
+            if node is not None:
                 self._begin_recomputing()
             return
-        node = current_autograd_node()
         # Nodes that accumulate the gradients of leaves have a number above all others.
-        if node is None or (number := sequence_number(node)) >= next_sequence_number():
+        if node is None or sequence_number(node) >= next_sequence_number():
             return
-        span = self._span_of(number)
+        span = self._span_of(node)
         if self._again is not None:
             is_function = isinstance(node, torch.autograd.function.BackwardCFunction)
-            if self._again.num_entered and number == self._again.number and is_function:
+            is_same = self._again.number == sequence_number(node)
+            if is_function and is_same and self._again.num_entered:
                 return  # a reentrant checkpoint, before its own backward
-            self._end_recomputing(span)
+            self._end_recomputing(self._again, span)
         elif span != self._current:
-            self._leave_span()
-            self._drop_gradients()
-            self._current = span
+            self._go_to(span)
 
     def _begin_recomputing(self) -> _Again:
         if self._again is None:
-            number = sequence_number(current_autograd_node())
-            span = self._span_of(number)
-            self._leave_span()
-            if span != self._current:
-                self._drop_gradients()
-            self._again = _Again(number, span)
-            self._begin_nodes(self._next_number, span)
+            node = current_autograd_node()
+            self._again = _Again(sequence_number(node), self._span_of(node))
+            self._go_to(self._again.span)
+            self._starts.append((self._next_number, self._again.span))
         return self._again
 
-    def _end_recomputing(self, span: int) -> None:
-        again, self._again = self._again, None
-        assert again is not None
+    def _end_recomputing(self, again: _Again, span: int) -> None:
+        self._again, self._current = None, span
         self._next_number = next_sequence_number()
-        self._current = span
         recorded = self._span
         before = self._base + recorded.freed_nbytes
         recorded.recomputed.update(again.works)
         recorded.recomputed_peak_nbytes = max(
             recorded.recomputed_peak_nbytes, again.peak_nbytes - before
         )
-        recorded.recomputed_nbytes = max(recorded.recomputed_nbytes, self._activations() - before)
+        recorded.recomputed_nbytes = max(recorded.recomputed_nbytes, self._in_use - before)
 
     # What runs
 
@@ -292,22 +257,15 @@ class Recorder(TorchDispatchMode):
             # What has gone since the stretch before was over, that one has left to whoever called it.
             self._last.saved_nbytes += in_use - self._base
             self._last, self._base = span, in_use
-        self._note_peak()
-        for kernel in kernels:
-            if self._again is not None:
-                self._again.works[kernel.work] += 1
-                continue
-            span.model_flops += kernel.model_flops
-            works = span.backward if self.is_backward else span.forward
-            works[kernel.work] += 1
-
-    def _note_peak(self) -> None:
-        span = self._span
-        if self._again is not None:
-            self._again.peak_nbytes = max(self._again.peak_nbytes, self._in_use)
+        if again := self._again:
+            works, peak_nbytes = again.works, self._in_use + span.gradient_nbytes
+            again.peak_nbytes = max(again.peak_nbytes, peak_nbytes)
         elif self.is_backward:
-            peak = self._in_use - self._base - span.freed_nbytes
-            span.backward_peak_nbytes = max(span.backward_peak_nbytes, peak)
+            works, above = span.backward, self._in_use + span.gradient_nbytes - self._base
+            span.backward_peak_nbytes = max(span.backward_peak_nbytes, above - span.freed_nbytes)
         else:
-            peak = self._in_use - self._base
-            span.forward_peak_nbytes = max(span.forward_peak_nbytes, peak)
+            works, above = span.forward, self._in_use - self._base
+            span.forward_peak_nbytes = max(span.forward_peak_nbytes, above)
+        works.update(kernel.work for kernel in kernels)
+        if not again:
+            span.model_flops += sum(kernel.model_flops for kernel in kernels)

@@ -1,56 +1,65 @@
 """Rows of units, each of which is given what the one before has returned: which ones need no trace.
 
-Units of a row are of one kind if they have the same classes, shapes and options, and are given the same beside what
-they hand on. The first of a kind may differ from others: in backward it is the last one that uses what they share. A
-later one repeats the second of its kind that came after the same kind. Its outputs are then its inputs, which have the
-same shapes, and the trace goes on behind it as if it were not there.
+Calls are of one kind if their units have the same classes, shapes and options, and they are given the same beside what
+is handed on. The first of a kind may differ from others: in backward it is the last one that uses what they share. A
+later one repeats the second of its kind that came after the same kind. Its outputs are then its inputs, so these have
+to have the same shapes, and the trace goes on behind it as if it were not there.
 
     kinds    a a a a b a a a a b a a a
     traced   a a     b a       b
+
+Tensors are known by weak references, so that they live as long as they would.
 """
 
 import dataclasses
 import functools
 import types
 import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdRef
 
 from fullshard.planning.recorder import Recorder
 from fullshard.torch_private import pytree, saved_tensor_hooks
 
 
-class Caller:
-    """A unit whose forward is called."""
+def _kinds_of(units: Mapping[str, nn.Module]) -> list[int]:
+    """Number units: those that compute the same have the number of the first of them.
 
-    def __init__(self, path: str, module: nn.Module) -> None:
-        self.path = path
-        self._module = module
+    Their places in a list may be among their options: a layer's index.
+    """
+    seen: list[tuple[Any, list[tuple[str, Any]]]] = []
+    for path, module in units.items():
         last = path.rpartition(".")[2]
-        self._place = int(last) if last.isdecimal() else None
+        seen.append((int(last) if last.isdecimal() else None, _traits(module)))
 
-    @functools.cached_property
-    def _traits(self) -> list[tuple[str, Any]]:
-        """Classes, tensors and options of all modules inside, by name."""
-        traits: list[tuple[str, Any]] = []
-        for path, module in self._module.named_modules():
-            tensors = (*module._parameters.items(), *module._buffers.items())
-            traits.append((path, type(module)))
-            traits += [(name, _form(each)) for name, each in tensors if each is not None]
-            traits += [(n, _comparable(v)) for n, v in vars(module).items() if n not in _ASIDE]
-        return traits
-
-    def is_like(self, other: "Caller") -> bool:
-        """Whether both compute the same. Their places in a list may be among their numbers: a layer's index."""
-        places = (int, self._place), (int, other._place)
-        return len(self._traits) == len(other._traits) and all(
+    def is_like(one: int, other: int) -> bool:
+        (place, traits), (its_place, its_traits) = seen[one], seen[other]
+        places = (int, place), (int, its_place)
+        return len(traits) == len(its_traits) and all(
             name == its_name and (trait == its_trait or (trait, its_trait) == places)
-            for (name, trait), (its_name, its_trait) in zip(
-                self._traits, other._traits, strict=True
-            )
+            for (name, trait), (its_name, its_trait) in zip(traits, its_traits, strict=True)
         )
+
+    kinds: list[int] = []
+    for number in range(len(seen)):
+        firsts = sorted(set(kinds))
+        kinds.append(next((first for first in firsts if is_like(number, first)), number))
+    return kinds
+
+
+def _traits(unit: nn.Module) -> list[tuple[str, Any]]:
+    """Return classes, tensors and options of all modules inside, by name."""
+    traits: list[tuple[str, Any]] = []
+    for path, module in unit.named_modules():
+        tensors = (*module._parameters.items(), *module._buffers.items())
+        traits.append((path, type(module)))
+        traits += [(name, _form(each)) for name, each in tensors if each is not None]
+        traits += [(n, _comparable(v)) for n, v in vars(module).items() if n not in _ASIDE]
+    return traits
 
 
 # What `_traits` has already, and the forward that says when it is called.
@@ -80,146 +89,111 @@ def _comparable(value: Any) -> Any:
 
 
 class Repeated(NamedTuple):
-    """A unit that needs no trace. path, events: of the one that it repeats."""
+    """A call that needs no trace. unit, events: of the one that it repeats."""
 
-    path: str
-    events: list[Any]
+    unit: int
+    events: Sequence[Any]
     outputs: Any
 
 
-@dataclasses.dataclass
-class _Seen:
-    """A call of a unit. Tensors are known by weak references, so that they live as long as they would.
+class _Traced(NamedTuple):
+    """A call that later ones may repeat. returned: the forms of what it returned."""
 
-    chained: by place among the inputs, the place among the outputs of the call before.
-    kind, previous: its own, and that of the call before. is_steady: whether it is not the first of its kind.
-    hooks: what changes the tensors that autograd saves.
+    unit: int
+    events: Sequence[Any]
+    returned: Any
+
+
+@dataclasses.dataclass
+class _Row:
+    """Calls of units, none inside another, each of which is given what the one before has returned.
+
+    kinds: what tells each kind from others; a kind is its place here. traced: the second calls of their kinds, by
+        that and by what is handed on.
+    kind, hooks, num_recorded, outputs, spec, returned: of the last call: what changes the tensors that autograd saves
+        in it, what was recorded until it ended, and what it returned, in whole and in form.
     """
 
-    caller: Caller
-    inputs: "_Leaves"
-    hooks: Any
-    chained: dict[int, int] = dataclasses.field(default_factory=dict)
-    kind: int = 0
-    previous: int = -1
-    is_steady: bool = False
-    events: list[Any] = dataclasses.field(default_factory=list)
-
-    def is_like(self, other: "_Seen") -> bool:
-        mine, its = self.inputs, other.inputs
-        return (
-            (
-                not other.chained or self.chained == other.chained
-            )  # the first of a row is given its input otherwise
-            and mine.spec == its.spec
-            and mine.forms == its.forms
-            # The gradient of something shared is summed up in another way by the last call than by others.
-            and all(
-                place in self.chained
-                or (_same(leaf, before) and not (place in mine.forms and mine.forms[place][-1]))
-                for place, (leaf, before) in enumerate(zip(mine.leaves, its.leaves, strict=True))
-            )
-            and self.caller.is_like(other.caller)
-        )
-
-
-def _same(leaf: Any, other: Any) -> bool:
-    is_tensor = isinstance(leaf, weakref.ref) and isinstance(other, weakref.ref)
-    return leaf() is other() if is_tensor else bool(leaf == other)
-
-
-class _Leaves:
-    """What a unit is given or returns."""
-
-    def __init__(self, tree: Any) -> None:
-        leaves, self.spec = pytree.tree_flatten(tree)
-        self.leaves = [
-            weakref.ref(leaf) if isinstance(leaf, Tensor) else _comparable(leaf) for leaf in leaves
-        ]
-        self.forms = {n: _form(leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-        # Objects are not kept: they may have tensors.
-        others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        self._others = others if all(isinstance(leaf, _PLAIN) for leaf in others) else None
-
-    def filled(self, tensors: dict[int, Tensor]) -> Any:
-        """Return what it was made of, with other tensors."""
-        others = iter(self._others or ())
-        leaves = [tensors[n] if n in self.forms else next(others) for n in range(len(self.leaves))]
-        return pytree.tree_unflatten(leaves, self.spec)
-
-    @property
-    def is_plain(self) -> bool:
-        return self._others is not None
-
-    def places(self) -> dict[int, int]:
-        """Return where each tensor is, by its identity."""
-        return {id(self.leaves[place]()): place for place in self.forms}
+    kinds: list[Any] = dataclasses.field(default_factory=list)
+    traced: dict[Any, _Traced] = dataclasses.field(default_factory=dict)
+    kind: int = -1
+    hooks: Any = None
+    num_recorded: int = -1
+    outputs: list[Any] = dataclasses.field(default_factory=list)
+    spec: Any = None
+    returned: Any = None
 
 
 class Repeats:
-    """Calls of units in the order in which they end."""
+    """Calls of units while they are traced. Inside each, a row of its own begins."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, units: Mapping[str, nn.Module], recorder: Recorder) -> None:
+        self._units = _kinds_of(units)
         self._recorder = recorder
-        self._open: list[_Seen] = []
-        self._row: list[_Seen] = []
-        # Of the call that ended last.
-        self._last: _Seen | None = None
-        self._outputs = _Leaves(())
-        self._num_recorded = 0
+        self._rows = [_Row()]
+        self._open: list[tuple[int, Any]] = []
         self.num_skipped = 0
 
-    def look_up(self, caller: Caller, args: Any, kwargs: Any) -> Repeated | None:
+    def look_up(self, unit: int, args: Any, kwargs: Any) -> Repeated | None:
         """Return what a call would be if it repeats an earlier one; else None, and `note` has to follow."""
-        seen = _Seen(caller, _Leaves((args, kwargs)), saved_tensor_hooks(True))
-        if not self._goes_on(seen):
-            self._row = []
-        alike = next((each for each in self._row if seen.is_like(each)), None)
-        seen.is_steady = alike is not None
-        seen.kind = len(self._row) if alike is None else alike.kind
-        model = next(
-            (
-                each
-                for each in self._row
-                if each.is_steady and (each.kind, each.previous) == (seen.kind, seen.previous)
-            ),
-            None,
-        )
-        wanted = {output: place for place, output in seen.chained.items()}
-        if (
-            model is None
-            or not self._outputs.is_plain
-            or wanted.keys() != self._outputs.forms.keys()
-        ):
-            self._open.append(seen)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        hooks = saved_tensor_hooks(True)
+        handed_on = self._handed_on(leaves, hooks)
+        if not handed_on:
+            self._rows[-1] = _Row()
+        row = self._rows[-1]
+        given = [_given(leaf, place in handed_on) for place, leaf in enumerate(leaves)]
+        key = (self._units[unit], hooks is None, spec, given)
+        is_first = key not in row.kinds
+        if is_first:
+            row.kinds.append(key)
+        previous, row.kind, row.hooks = row.kind, row.kinds.index(key), hooks
+        call = (row.kind, previous, tuple(handed_on.items()))
+        model = row.traced.get(call)
+        if model is None or model.returned != row.returned:
+            self._open.append((unit, None if is_first else call))
+            self._rows.append(_Row())
             return None
-        leaves = pytree.tree_leaves((args, kwargs))
-        outputs = self._outputs.filled({n: leaves[place] for n, place in wanted.items()})
-        self._last, self._outputs = seen, _Leaves(outputs)
         self.num_skipped += 1
-        return Repeated(model.caller.path, model.events, outputs)
+        outputs = [each() if isinstance(each, weakref.ref) else each for each in row.outputs]
+        return Repeated(model.unit, model.events, pytree.tree_unflatten(outputs, row.spec))
 
-    def _goes_on(self, seen: _Seen) -> bool:
-        """Whether a call is given what the last one has returned, and nothing was computed since."""
-        last = self._last
+    def _handed_on(self, leaves: Sequence[Any], hooks: Any) -> dict[int, int]:
+        """Return which inputs the last call has returned, and where, by place; nothing if none may be left out."""
+        row = self._rows[-1]
         if (
-            last is None
-            or not torch.is_grad_enabled()  # else it may be one of several within a checkpoint
-            or self._recorder.num_recorded != self._num_recorded
-            or (seen.hooks is not None and seen.hooks == last.hooks)
+            not torch.is_grad_enabled()  # else it may be one of several within a checkpoint
+            or self._recorder.num_recorded != row.num_recorded
+            or (hooks is not None and hooks == row.hooks)
         ):
-            return False
-        places = self._outputs.places()
-        for place in seen.inputs.forms:
-            if (output := places.get(id(seen.inputs.leaves[place]()))) is not None:
-                seen.chained[place] = output
-        seen.previous = last.kind
-        return bool(seen.chained)
+            return {}
+        places = {
+            id(each()): place
+            for place, each in enumerate(row.outputs)
+            if isinstance(each, weakref.ref)
+        }
+        tensors = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        found = {n: places[id(leaf)] for n, leaf in tensors.items() if id(leaf) in places}
+        # The gradient of something shared is summed up in another way by the last call than by others.
+        are_summed = any(leaf.requires_grad for n, leaf in tensors.items() if n not in found)
+        return {} if are_summed or {*found.values()} != {*places.values()} else found
 
-    def note(self, outputs: Any, events: list[Any]) -> None:
+    def note(self, outputs: Any, events: Sequence[Any]) -> None:
         """Remember a call that is over. events: from its beginning to its end."""
-        seen = self._open.pop()
-        seen.events = events
-        self._row.append(seen)
-        self._last, self._outputs = seen, _Leaves(outputs)
-        self._num_recorded = self._recorder.num_recorded
+        self._rows.pop()
+        row, (unit, call) = self._rows[-1], self._open.pop()
+        leaves, row.spec = pytree.tree_flatten(outputs)
+        row.returned = row.spec, [_given(each, True) for each in leaves]
+        row.outputs = [weakref.ref(e) if isinstance(e, Tensor) else e for e in leaves]
+        row.num_recorded = self._recorder.num_recorded
+        if not all(isinstance(each, (Tensor, *_PLAIN)) for each in leaves):
+            self._rows[-1] = _Row()  # other objects are not kept: they may have tensors
+        elif call is not None:
+            row.traced.setdefault(call, _Traced(unit, events, row.returned))
+
+
+def _given(leaf: Any, is_handed_on: bool) -> Any:
+    """Return what tells one input from another. With a gradient, the first of a row is what later ones are handed."""
+    if not isinstance(leaf, Tensor):
+        return _comparable(leaf)
+    return _form(leaf), None if is_handed_on or leaf.requires_grad else WeakIdRef(leaf)

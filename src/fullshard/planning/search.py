@@ -163,6 +163,10 @@ def search_training(
     Raises SearchError for an empty space, and NothingFitsError, with the smallest way and what would help.
     """
     subject = model if isinstance(model, Subject) else Subject(model)
+    if not all(isinstance(unit, str) for unit in subject.units or ()):
+        raise SearchError(
+            "A search joins layers to units itself. Name each module alone: units=('layers.0', 'layers.1', ...)."
+        )
     if limit_nbytes is not None:
         gpu = dataclasses.replace(setup.machine.gpu, memory_nbytes=limit_nbytes)
         machine = dataclasses.replace(setup.machine, gpu=gpu)

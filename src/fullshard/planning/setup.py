@@ -58,7 +58,8 @@ class TrainingSetup:
     ranks: all of them, one a GPU. shard_size: over how many of them parameters are sharded; the others hold
         replicas (HSDP). None shards over all.
     batch: sequences in a rank's micro-batch. seq: tokens of each. accumulation: micro-batches before the optimizer
-        steps; reduces_each: each of them reduces its gradients, not the last alone.
+        steps; reduces_each: each of them reduces its gradients, not the last alone; sums_replicas_last: replicas are
+        summed after the last alone (``set_requires_all_reduce``).
     precision: as `fully_shard` takes it. stored: dtype of the sharded parameters; None leaves it to the model.
     reshard_after_forward: as in `fully_shard`. unsharded: names of units that stay unsharded after forward.
     keep_unsharded_nbytes: a budget of bytes for others that do, those that `keep_unsharded` chooses; 0 for none.
@@ -77,6 +78,7 @@ class TrainingSetup:
     seq: int = 4096
     accumulation: int = 1
     reduces_each: bool = True
+    sums_replicas_last: bool = False
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     stored: torch.dtype | None = None
     reshard_after_forward: Reshard = None
@@ -213,6 +215,7 @@ class TrainingSetup:
             reshard_after_forward=reshard,
             num_microbatches=self.accumulation,
             reduces_each=self.reduces_each,
+            sums_replicas_last=self.sums_replicas_last,
             optimizer=self._optimizer_plan(workload),
         )
         settings.reshards(0, len(workload.units) if workload else 1)

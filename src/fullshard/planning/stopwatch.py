@@ -20,7 +20,7 @@ from torch import nn
 from fullshard.plan.workload import Work
 from fullshard.planning.kernels import Kernel
 from fullshard.planning.recorder import Recorder
-from fullshard.planning.traced import Example, TraceOptions, record_pass
+from fullshard.planning.traced import Example, TraceOptions, Units, record_pass
 
 _NUM_WARM_UP = 2
 _LEAST_PASSES = 4
@@ -90,7 +90,7 @@ def time_passes(
     model: nn.Module,
     example: Example,
     *,
-    units: Sequence[str] | None,
+    units: Units | None,
     options: TraceOptions,
     seconds: float,
     meet: Meet,

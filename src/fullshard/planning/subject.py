@@ -10,7 +10,7 @@ A module is traced (`planning.traced`), sizes are counted (`planning.shapes`).
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,15 +35,18 @@ from fullshard.planning.shapes import (
     shape_workload,
 )
 from fullshard.planning.traced import (
+    BUILDING,
     Example,
     NeedsValuesError,
     TraceError,
     TraceOptions,
+    Units,
     build_without_memory,
-    calling,
     default_units,
     explaining,
+    modules_of,
     name_of,
+    restored,
     token_example,
     trace_workload,
 )
@@ -58,8 +61,7 @@ class Subject:
 
     model: see above. inputs: a function that returns what the model is called with: a tensor, a tuple of arguments,
         or a mapping of keywords. If it takes ``batch`` and ``seq``, it is given those. None gives numbers of tokens.
-    units: paths of the modules that `fully_shard` is called with; None takes the repeated layers.
-    loss: of what the model returns; see `TraceOptions`.
+    units: see `trace_workload`; None takes the repeated layers. loss: of what the model returns; see `TraceOptions`.
 
     Raises SetupError for what is no model, and TraceError for a function that cannot make one.
     """
@@ -69,10 +71,10 @@ class Subject:
         model: Model,
         *,
         inputs: Inputs | None = None,
-        units: Sequence[str] | None = None,
+        units: Units | None = None,
         loss: Callable[[Any], Tensor] | None = None,
     ) -> None:
-        self._units, self._inputs, self._loss = units, inputs, loss
+        self.units, self._inputs, self._loss = units, inputs, loss
         self._workloads: dict[Any, Workload] = {}
         self.counts = "tokens"  # or samples
         self._build: Callable[[], nn.Module] | None = None
@@ -84,7 +86,7 @@ class Subject:
 
     def _opened(self, model: Model) -> tuple[str, nn.Module | None]:
         if isinstance(model, TransformerShape):
-            if any(each is not None for each in (self._inputs, self._units, self._loss)):
+            if any(each is not None for each in (self._inputs, self.units, self._loss)):
                 raise SetupError(
                     "a shape has no module: inputs, units and loss are of a model that is built."
                 )
@@ -100,11 +102,14 @@ class Subject:
                     f"{model}: is no size ({', '.join(SIZES)}), and there is no such file. Give a config.json or its "
                     "folder, a model, or a function that returns one."
                 )
-            return str(model), self._configured(Path(model))
+            fields = read_model_config(Path(model))
+            dtype = getattr(torch, str(fields.get("dtype") or fields.get("torch_dtype")), None)
+            self._own_dtype = dtype if isinstance(dtype, torch.dtype) else None
+            return str(model), build_from_config(fields, seed=0)
         self._build, name = model, name_of(model)
         _check_call(model, "a function that returns a model is called without arguments")
         try:
-            made = build_without_memory(model, name)
+            made = build_without_memory(model)
         except NeedsValuesError:
             if self._inputs is None:
                 raise
@@ -114,14 +119,8 @@ class Subject:
         return name, made
 
     def _in_memory(self, build: Callable[[], nn.Module]) -> nn.Module:
-        with explaining(None, name_of(build)):
+        with explaining(name_of(build), BUILDING):
             return build()
-
-    def _configured(self, path: Path) -> nn.Module:
-        fields = read_model_config(path)
-        dtype = getattr(torch, str(fields.get("dtype") or fields.get("torch_dtype")), None)
-        self._own_dtype = dtype if isinstance(dtype, torch.dtype) else None
-        return build_from_config(fields, seed=0)
 
     @property
     def num_params(self) -> int:
@@ -176,11 +175,6 @@ class Subject:
         args, kwargs = pytree.tree_map(filled, (example.args, dict(example.kwargs)))
         return model, Example(args, kwargs), TraceOptions(setup.precision, loss=self._loss)
 
-    @property
-    def units(self) -> Sequence[str] | None:
-        """Paths of the units, as they were given."""
-        return self._units
-
     def _counted(self, shape: TransformerShape, setup: TrainingSetup) -> Workload:
         if (setup.precision.param_dtype or setup.stored or torch.float32).itemsize != 2:
             raise SetupError(
@@ -193,23 +187,20 @@ class Subject:
     def _traced(self, setup: TrainingSetup) -> Workload:
         example = self._example(setup)
         options = TraceOptions(setup.precision, loss=self._loss, attends_as_gpu=not setup.is_home)
+
+        def traced(model: nn.Module, options: TraceOptions) -> Workload:
+            with checkpointed(model, self.units, setup.checkpointing):
+                return trace_workload(model, example, units=self.units, options=options)
+
         assert self._module is not None
         try:
-            return self._trace(self._module, example, setup, options)
+            return traced(self._module, options)
         except NeedsValuesError:
             if self._inputs is None or any(each.is_meta for each in example.tensors):
                 raise
         # With values: those of the inputs, and what the function gives the parameters.
         model = self._in_memory(self._build) if self._build is not None else self._module
-        return self._trace(
-            model, example, setup, replace(options, has_values=True, attends_as_gpu=False)
-        )
-
-    def _trace(
-        self, model: nn.Module, example: Example, setup: TrainingSetup, options: TraceOptions
-    ) -> Workload:
-        with checkpointed(model, self._units, setup.checkpointing):
-            return trace_workload(model, example, units=self._units, options=options)
+        return traced(model, replace(options, has_values=True))
 
     def _example(self, setup: TrainingSetup) -> Example:
         if self._inputs is None:
@@ -217,7 +208,7 @@ class Subject:
             _check_positions(self._module, setup.seq)
             return token_example(self._module, batch=setup.batch, seq=setup.seq)
         known = {"batch": setup.batch, "seq": setup.seq}
-        with calling(self._inputs, "the inputs"):
+        with explaining(name_of(self._inputs), ", given as the inputs, raised"):
             given = self._inputs(**_taken(self._inputs, known))
         if not self.takes_batch and setup.batch > 1:
             raise SetupError(
@@ -312,33 +303,24 @@ def _fused(workload: Workload) -> Workload:
         )
 
     def one(stretch: Stretch) -> Stretch:
-        return replace(
-            stretch,
-            forward=share(stretch.forward),
-            backward=share(stretch.backward),
-            recomputed=share(stretch.recomputed),
-        )
+        kinds = ("forward", "backward", "recomputed")
+        works: dict[str, Any] = {name: share(getattr(stretch, name)) for name in kinds}
+        return replace(stretch, **works)
 
     return replace(workload, stretches=tuple(map(one, workload.stretches)))
 
 
 @contextlib.contextmanager
-def checkpointed(model: nn.Module, units: Sequence[str] | None, how: str) -> Iterator[None]:
+def checkpointed(model: nn.Module, units: Units | None, how: str) -> Iterator[None]:
     """Let units but the root recompute their forward in backward, as a wrapper for activation checkpointing does."""
     named = dict(model.named_modules())
-    chosen = default_units(model) if units is None else units
+    chosen = default_units(model) if units is None else modules_of(units)
     modules = [named[path] for path in chosen if path in named and path] if how != "none" else []
     if how != "none" and not modules:
         raise TraceError(
             f"checkpointing {how}: {type(model).__name__} has no units but the root, and recomputing all of it "
             "saves nothing. Name units."
         )
-    own = [vars(module).get("forward") for module in modules]
-    try:
+    with restored(model):
         recompute(modules, how)
         yield
-    finally:
-        for module, forward in zip(modules, own, strict=True):
-            vars(module).pop("forward", None)
-            if forward is not None:
-                vars(module)["forward"] = forward

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import logging
 import sys
 import traceback
@@ -29,11 +30,11 @@ from fullshard.errors import FullshardError
 from fullshard.models.configured import sharding_units
 from fullshard.plan.layout import ParamSpec
 from fullshard.plan.units import clean_name, contains, first_names, lowest_common_unit
-from fullshard.plan.workload import Enter, Event, Leave, Run, Stretch, Workload, WorkloadUnit
+from fullshard.plan.workload import Enter, Event, Leave, Run, Workload, WorkloadUnit
 from fullshard.planning.attention import AttentionOfGpu
 from fullshard.planning.kernels import tensors_of
 from fullshard.planning.recorder import Recorder, Span
-from fullshard.planning.repeats import Caller, Repeats
+from fullshard.planning.repeats import Repeated, Repeats
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.torch_private import (
     DataDependentOutputException,
@@ -45,6 +46,8 @@ from fullshard.torch_private import (
 )
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+# Paths of modules; several of one unit, as ``fully_shard([a, b])`` makes it.
+Units = Sequence[str | Sequence[str]]
 
 
 class TraceError(FullshardError, ValueError):
@@ -90,64 +93,45 @@ def token_example(model: nn.Module, *, batch: int, seq: int) -> Example:
 class TraceOptions:
     """How a model is run for its workload.
 
-    precision: of all units, as `fully_shard` takes it. autocast: the dtype of ``torch.autocast`` around forward
-        and loss; None for none.
+    precision: of all units, as `fully_shard` takes it.
     loss: makes a scalar of what the model returns. None takes its ``.loss``, else the cross entropy of its logits
         if it was given tokens, else the mean of all that is floating point.
     has_values: run on the values that model and example have, on the CPU. For models whose way depends on values.
-    attends_as_gpu: let scaled_dot_product_attention choose among the kernels of a GPU, which take dropout and heads
-        of other sizes, where the CPU's write all scores. Not with values.
+    attends_as_gpu: without values, let scaled_dot_product_attention choose among the kernels of a GPU, which take
+        dropout and heads of other sizes, where the CPU's write all scores.
     reuses_equal: trace two of a row of equal units. False traces all.
-
-    Raises TraceError for options that exclude each other.
     """
 
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()
-    autocast: torch.dtype | None = None
     loss: Callable[[Any], Tensor] | None = None
     has_values: bool = False
     attends_as_gpu: bool = False
     reuses_equal: bool = True
-
-    def __post_init__(self) -> None:
-        if self.has_values and self.attends_as_gpu:
-            raise TraceError(
-                "has_values=True runs the CPU's kernels on values, so attention cannot be a GPU's: leave out "
-                "attends_as_gpu=True, or trace without values."
-            )
 
 
 def trace_workload(
     model: nn.Module,
     example: Example,
     *,
-    units: Sequence[str] | None = None,
+    units: Units | None = None,
     options: TraceOptions = TraceOptions(),
 ) -> Workload:
     """Run a forward and a backward on fake tensors, and return what they compute and keep.
 
     model: on any device, meta included, not sharded yet. It is left as it was. Nothing of its size is allocated,
         and a model of 80 layers takes a second or two.
-    units: paths of the modules that `fully_shard` is called with; the root is always one. None takes the repeated
-        layers.
+    units: paths of the modules that `fully_shard` is called with: of one, or of several together; the root is always
+        one. None takes the repeated layers.
 
     Peaks are of tensors: memory that an operator takes for itself is not seen. Raises TraceError, with the path of
     the module, for a model that cannot be run like this.
     """
-    paths = _unit_paths(model, units)
-    if not example.tensors:
-        raise TraceError(
-            "The model's inputs have no tensors. Let them have some (inputs=; --example-input MODULE:FUNCTION), such as "
-            "torch.zeros(batch, seq, dtype=torch.int64)."
-        )
-    owned = _unit_params(model, paths, options.precision)
-    run = _traced(model, paths, example, owned, options)
+    run = record_pass(Recorder(), model, example, units=units, options=options)
     if run.repeats.num_skipped and not run.is_balanced:
         # Something outside keeps what units return: which then was not made by those that are left out.
-        run = _traced(
-            model, paths, example, owned, dataclasses.replace(options, reuses_equal=False)
-        )
-    return run.workload(owned, example)
+        options = dataclasses.replace(options, reuses_equal=False)
+        run = record_pass(Recorder(), model, example, units=units, options=options)
+    return run.workload(example)
 
 
 def record_pass(
@@ -155,46 +139,45 @@ def record_pass(
     model: nn.Module,
     example: Example,
     *,
-    units: Sequence[str] | None,
+    units: Units | None,
     options: TraceOptions,
-) -> None:
-    """Run a forward and a backward, as `trace_workload` does, that a recorder of the caller's sees."""
-    paths = _unit_paths(model, units)
-    _traced(model, paths, example, _unit_params(model, paths, options.precision), options, recorder)
-
-
-def _traced(
-    model: nn.Module,
-    paths: Sequence[str],
-    example: Example,
-    owned: "Sequence[_Owned]",
-    options: TraceOptions,
-    recorder: Recorder | None = None,
 ) -> "_Run":
-    with _restored(model), contextlib.ExitStack() as stack:
+    """Run a forward and a backward, as `trace_workload` does, that a recorder sees."""
+    if not example.tensors:
+        raise TraceError(
+            "The model's inputs have no tensors. Let them have some (inputs=; --example-input MODULE:FUNCTION), such as "
+            "torch.zeros(batch, seq, dtype=torch.int64)."
+        )
+    run = _Run(model, _units_of(model, units), options, recorder)
+    with restored(model), contextlib.ExitStack() as stack:
         if not options.has_values:
             stack.enter_context(_without_values(example))
-        if options.attends_as_gpu:
-            stack.enter_context(AttentionOfGpu())
-        run = _Run(model, paths, options, recorder or Recorder())
-        run.replace_tensors(owned)
+            if options.attends_as_gpu:
+                stack.enter_context(AttentionOfGpu())
+        run.replace_tensors()
         run.wrap_units()
         args, kwargs = run.take(example)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
-        with run.recorder, explaining(model, type(model).__name__):
+        helps = "Give inputs as the model takes them (inputs=; --example-input MODULE:FUNCTION)."
+        failed = " cannot be run on this example:"
+        with recorder, explaining(type(model).__name__, failed, helps, model=model):
             run.forward_and_backward(args, kwargs, example)
     return run
 
 
-def build_without_memory(build: Callable[[], ModelT], name: str = "") -> ModelT:
+def build_without_memory(build: Callable[[], ModelT]) -> ModelT:
     """Return the model that a function builds, on the meta device.
 
-    name: of the function, for messages. Raises NeedsValuesError for a model that reads values, and TraceError for one
-    that cannot be built; both with the classes of the modules that were being built.
+    Raises NeedsValuesError for a model that reads values, and TraceError for one that cannot be built; both with the
+    classes of the modules that were being built.
     """
-    with explaining(None, name or getattr(build, "__name__", "The model")), torch.device("meta"):
+    helps = "It is built on the meta device, so it may neither read its tensors nor load weights; or give a built model."
+    with explaining(name_of(build), BUILDING, helps), torch.device("meta"):
         return build()
+
+
+BUILDING = ", which builds the model, raised"
 
 
 def default_units(model: nn.Module) -> list[str]:
@@ -204,22 +187,18 @@ def default_units(model: nn.Module) -> list[str]:
     the outermost modules of one kind that hold as much. A kind is a class of the program's own; or one of torch's in
     an `nn.Sequential` or a list, with the classes inside it.
     """
-    groups = _repeated(model)
     listed = {id(module) for module in sharding_units(model) if _has_forward(module)}
     layers = [path for path, module in model.named_modules() if id(module) in listed]
-    numel = [_numel(model, paths) for paths in groups]
-    half = max(numel, default=0) / 2
+    groups = _repeated(model)
+    half = max((_numel(model, paths) for paths in groups), default=0) / 2
     if layers and _numel(model, layers) >= half:
         return layers
-    # The outermost first. By the deepest of each: the first layers of a net may be of a kind that is in its blocks.
-    order = sorted(
-        (max(path.count(".") for path in paths), -count, number)
-        for number, (paths, count) in enumerate(zip(groups, numel, strict=True))
-        if count >= half > 0
-    )
-    if not order:
+    large = [paths for paths in groups if _numel(model, paths) >= half > 0]
+    if not large:
         return layers
-    outer, *inner = (groups[number] for *_, number in order)
+    # The outermost first. By the deepest of each: the first layers of a net may be of a kind that is in its blocks.
+    large.sort(key=lambda paths: (max(path.count(".") for path in paths), -_numel(model, paths)))
+    outer, *inner = large
     if len(outer) >= _FEW:
         return outer
     # Two towers or stages are too few units, if they have many layers.
@@ -265,41 +244,59 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward not in (nn.Module.forward, forward_unimplemented)
 
 
-def _unit_paths(model: nn.Module, units: Sequence[str] | None) -> list[str]:
-    """Return the paths of units, the root first, in the order of ``named_modules``."""
-    chosen = {"", *(default_units(model) if units is None else units)}
+def modules_of(units: Units) -> list[str]:
+    """Return the paths of all modules of units."""
+    return [path for each in units for path in ([each] if isinstance(each, str) else each)]
+
+
+def _units_of(model: nn.Module, units: Units | None) -> dict[str, int]:
+    """Return the number of the unit of each module that is one, or one of several, by path.
+
+    All in the order of ``named_modules``, the root first. A module inside another one of its unit counts nothing.
+    """
+    given = default_units(model) if units is None else units
     named = dict(model.named_modules())
     known = {clean_name(path): path for path in named} | {path: path for path in named}
-    if unknown := sorted(chosen - known.keys()):
+    if unknown := sorted({*modules_of(given)} - known.keys()):
         repeated = default_units(model) or [path for path in named if path]
         raise TraceError(
             f"{type(model).__name__} has no module {first_names(unknown)}. Units are paths of its "
             f"named_modules(), such as {first_names(repeated, 4)}."
         )
-    chosen = {known[name] for name in chosen}
-    for path in sorted(chosen):
-        if not _has_forward(named[path]):
-            raise TraceError(
-                f"{path or 'the root'} ({type(named[path]).__name__}) has no forward of its own, so it cannot be a "
-                "unit. Name the modules inside it."
-            )
-    return [path for path in named if path in chosen]
+    groups: dict[str, frozenset[str]] = {}
+    for each in ("", *given):
+        paths = {known[path] for path in modules_of([each])}
+        inner = {path for path in paths for other in paths - {path} if contains(other, path)}
+        group = frozenset(paths - inner)
+        if not group:
+            raise TraceError("A unit has no modules: leave it out.")
+        for path in sorted(group):
+            if groups.setdefault(path, group) != group:
+                raise TraceError(f"{path or 'the root'} is in two units: name it once.")
+            if not _has_forward(named[path]):
+                raise TraceError(
+                    f"{path or 'the root'} ({type(named[path]).__name__}) has no forward of its own, so it cannot be a "
+                    "unit. Name the modules inside it."
+                )
+    chosen = {path: groups[path] for path in named if path in groups}
+    order = [*dict.fromkeys(chosen.values())]
+    return {path: order.index(group) for path, group in chosen.items()}
 
 
 class _Owned(NamedTuple):
-    """A parameter and its unit."""
+    """A parameter, its first name in the model, and its unit, by number."""
 
+    name: str
     parameter: nn.Parameter
     spec: ParamSpec
-    unit: str
+    unit: int
 
 
 def _unit_params(
-    model: nn.Module, paths: Sequence[str], policy: MixedPrecisionPolicy
+    model: nn.Module, units: Mapping[str, int], policy: MixedPrecisionPolicy
 ) -> list[_Owned]:
     """Return all parameters, once each, in the order of their first names."""
-    users: dict[nn.Parameter, list[str]] = {}
-    names: dict[nn.Parameter, str] = {}
+    names: dict[nn.Parameter, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(path, recurse=False):
             if isinstance(parameter, DTensor | nn.parameter.UninitializedParameter):
@@ -307,54 +304,61 @@ def _unit_params(
                     f"{name} is a {type(parameter).__name__}. Trace the model before it is sharded, and after lazy "
                     "modules have run once."
                 )
-            users.setdefault(parameter, []).append(path)
-            names.setdefault(parameter, clean_name(name))
+            if any(
+                hasattr(parameter, each) for each in ("__tensor_flatten__", "fsdp_pre_all_gather")
+            ):
+                raise TraceError(
+                    f"{name} is a {type(parameter).__name__}, which is made of other tensors or says itself what is "
+                    "gathered of it. Such parameters are not planned. Plan the model as it is before they are converted."
+                )
+            if parameter.dim() == 0:
+                raise TraceError(
+                    f"{name} has no dimensions, and fully_shard takes no such parameters. Give it the shape (1,)."
+                )
+            names.setdefault(parameter, []).append(name)
     return [
         _Owned(
+            known_as[0],
             parameter,
             ParamSpec(
-                names[parameter],
+                clean_name(known_as[0]),
                 tuple(parameter.shape),
                 parameter.dtype,
                 _compute_dtype(parameter, policy),
                 trainable=parameter.requires_grad,
             ),
-            cast(str, lowest_common_unit(using, paths)),
+            _owner([name.rpartition(".")[0] for name in known_as], units),
         )
-        for parameter, using in users.items()
+        for parameter, known_as in names.items()
     ]
+
+
+def _owner(users: Sequence[str], units: Mapping[str, int]) -> int:
+    """Return the unit of a parameter: that of all modules which have it, or of what contains them."""
+    inner = {units[lowest_common_unit([user], units) or ""] for user in users}
+    return inner.pop() if len(inner) == 1 else units[lowest_common_unit(users, units) or ""]
 
 
 def _compute_dtype(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
-    chosen = policy.param_dtype
-    if policy.param_dtype_override_fn is not None:
-        chosen = policy.param_dtype_override_fn(parameter) or chosen
+    override = policy.param_dtype_override_fn
+    chosen = (override and override(parameter)) or policy.param_dtype
     return chosen if chosen is not None and parameter.is_floating_point() else parameter.dtype
 
 
+def _registries(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return vars(module), module._parameters, module._buffers, cast(Any, module._modules)
+
+
 @contextlib.contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
+def restored(model: nn.Module) -> Iterator[None]:
     """Leave all attributes of all modules as they are now, whatever a run assigns to them."""
-    inner = ("_parameters", "_buffers", "_modules")
-    saved = [
-        (module, dict(vars(module)), [(each, dict(vars(module)[each])) for each in inner])
-        for module in model.modules()
-    ]
+    saved = [(each, dict(each)) for module in model.modules() for each in _registries(module)]
     try:
         yield
     finally:
-        for module, attributes, registries in saved:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for name, entries in registries:
-                vars(module)[name].clear()
-                vars(module)[name].update(entries)
-
-
-def _modules_in(error: BaseException) -> list[nn.Module]:
-    """Return the modules whose methods were running when an error was raised, the innermost last."""
-    callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
-    return [caller for caller in callers if isinstance(caller, nn.Module)]
+        for registry, entries in saved:
+            registry.clear()
+            registry.update(entries)
 
 
 def _drop_gradient(tensor: Tensor) -> None:
@@ -362,20 +366,24 @@ def _drop_gradient(tensor: Tensor) -> None:
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    def cast_one(leaf: Any) -> Any:
-        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.to(dtype) if is_float else leaf
-
-    return pytree.tree_map(cast_one, tree)
+    return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
 
 
-def _loss(outputs: Any, loss: Callable[[Any], Tensor] | None, example: Example) -> Tensor:
-    """Return the scalar that the backward begins with."""
+def _loss(outputs: Any, loss: Callable[[Any], Tensor] | None, example: Example) -> Tensor | int:
+    """Return the scalar that the backward begins with; 0 if nothing that the model returns needs a gradient."""
     if loss is not None:
-        with calling(loss, "the loss"):
+        with explaining(name_of(loss), ", given as the loss, raised"):
             made: Any = loss(outputs)
-        _check_loss(made, name_of(loss))
-        return cast(Tensor, made)
+        if not isinstance(made, Tensor):
+            found = type(made).__name__
+        elif made.numel() != 1:
+            found = f"a tensor of shape {tuple(made.shape)}"
+        else:
+            return made
+        raise TraceError(
+            f"{name_of(loss)}, given as the loss, returned {found}: expected a scalar tensor, made of what the model "
+            "returns."
+        )
     if isinstance(own := getattr(outputs, "loss", None), Tensor):
         return own
     logits = getattr(outputs, "logits", outputs)
@@ -385,28 +393,7 @@ def _loss(outputs: Any, loss: Callable[[Any], Tensor] | None, example: Example) 
         logits = logits.float().flatten(0, 1)
         targets = torch.empty(len(logits), dtype=torch.int64, device=logits.device).zero_()
         return F.cross_entropy(logits, targets)
-    floats = [each for each in tensors_of(outputs) if each.requires_grad]
-    if not floats:
-        raise TraceError(
-            f"What the model returns ({type(outputs).__name__}) depends on no parameter that is trained. Unfreeze "
-            "some, or give a loss that takes what it returns (loss=; --loss MODULE:FUNCTION)."
-        )
-    return cast(Tensor, sum(each.float().mean() for each in floats))
-
-
-def _check_loss(made: Any, name: str) -> None:
-    """Raise TraceError for what no backward can begin with."""
-    if not isinstance(made, Tensor) or made.numel() != 1:
-        found = (
-            f"a tensor of shape {tuple(made.shape)}"
-            if isinstance(made, Tensor)
-            else type(made).__name__
-        )
-        raise TraceError(f"{name}, given as the loss, returned {found}: expected a scalar tensor.")
-    if not made.requires_grad:
-        raise TraceError(
-            f"{name}, given as the loss, returned a scalar that depends on no parameter that is trained."
-        )
+    return sum(each.float().mean() for each in tensors_of(outputs) if each.requires_grad)
 
 
 @contextlib.contextmanager
@@ -430,56 +417,31 @@ def _without_values(example: Example) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explaining(model: nn.Module | None, name: str) -> Iterator[None]:
-    """Say which module could not be run on an example, and what helps; without a model, which could not be built.
+def explaining(
+    name: str, failed: str, helps: str = "", model: nn.Module | None = None
+) -> Iterator[None]:
+    """Raise TraceError that says where an error of the user's code comes from, and what helps.
 
-    name: of the model, or of what builds it.
+    name: of the function that is called. failed: how the message goes on, up to what was raised. model: whose
+        modules run, of which the innermost is named instead. For values of tensors without any it is a NeedsValuesError.
     """
     try:
         yield
-    except FullshardError:
-        raise
     except Exception as error:
-        where = _place_of(error, model, name)
+        where = _place_of(error, name, model)
+        # A checkpoint that was left by an error ends with its frame. Until then its modes are those of what follows (2.11).
+        traceback.clear_frames(error.__traceback__)
+        if isinstance(error, FullshardError):
+            raise
+        said = f"{type(error).__name__}: {' '.join(str(error).split()):.300}".rstrip(".")
         if _lacks_values(error):
             raise NeedsValuesError(
-                f"{where} reads values of tensors, by which it chooses what to compute, and a trace has none: "
-                f"{_said(error)}. Give inputs with values (--example-input MODULE:FUNCTION; in Python inputs=), with "
-                "which the model is built in memory and run; or another way through this module, such as experts that "
-                "are run on a fixed number of tokens."
+                f"{where} reads values of tensors, by which it chooses what to compute, and a trace has none: {said}. "
+                "Give inputs with values (--example-input MODULE:FUNCTION; in Python inputs=), with which the model is "
+                "built in memory and run; or another way through this module, such as experts that are run on a fixed "
+                "number of tokens."
             ) from error
-        if model is None and isinstance(error, NotImplementedError):
-            raise TraceError(
-                f"{where} cannot be built on the meta device: {_said(error)}. Let it make its tensors by torch's "
-                "factories, and neither read them nor load weights; or give a model that is built."
-            ) from error
-        if model is None:
-            raise TraceError(f"{where}, which builds the model, raised {_said(error)}.") from error
-        raise TraceError(
-            f"{where} cannot be run on this example: {_said(error)}. Give inputs as the model takes them "
-            "(inputs=; --example-input MODULE:FUNCTION)."
-        ) from error
-
-
-@contextlib.contextmanager
-def calling(function: Callable[..., Any], role: str) -> Iterator[None]:
-    """Raise TraceError that names a function of the user's, if it raises something. role: what it is given as.
-
-    For values of tensors without any it is a NeedsValuesError.
-    """
-    try:
-        yield
-    except FullshardError:
-        raise
-    except Exception as error:
-        line = _line(error)
-        said = f"{name_of(function)}{f' ({line})' if line else ''}, given as {role}, raised {_said(error)}."
-        if _lacks_values(error):
-            raise NeedsValuesError(
-                f"{said} It reads values of tensors, and a trace has none: give inputs with values "
-                "(--example-input MODULE:FUNCTION; in Python inputs=)."
-            ) from error
-        raise TraceError(said) from error
+        raise TraceError(f"{where}{failed} {said}. {helps}".rstrip()) from error
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -487,179 +449,180 @@ def name_of(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _place_of(error: Exception, model: nn.Module | None, name: str) -> str:
-    """Return the path and class of the module that an error came from; of one being built, the classes around it."""
-    around = _modules_in(error)
+def _place_of(error: Exception, name: str, model: nn.Module | None) -> str:
+    """Return what was running when an error was raised, and the last line of a program that it came through.
+
+    That is a module's path and class in a model; else the classes of modules, the outermost first, or the name.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))
+    # Of methods alone: `f_locals` is a copy, which outlives what `explaining` clears.
+    methods = [frame for frame, _ in frames if frame.f_code.co_varnames[:1] == ("self",)]
+    callers = [frame.f_locals.get("self") for frame in methods]
+    modules = [caller for caller in callers if isinstance(caller, nn.Module)]
+    aside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    files = [(frame.f_code.co_filename, line) for frame, line in frames]
+    details = [f"{Path(file).name}:{line}" for file, line in files if not file.startswith(aside)]
+    details = details[-1:]
     if model is None:
-        kinds = " > ".join(dict.fromkeys(type(module).__name__ for module in around))
-        return f"{kinds or name} ({_line(error) or name})"
-    paths = {id(module): path for path, module in model.named_modules()}
-    module = next((each for each in reversed(around) if id(each) in paths), model)
-    path = clean_name(paths.get(id(module), "")) or "the root"
-    return f"{path} ({', '.join(filter(None, (type(module).__name__, _line(error))))})"
-
-
-_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+        where = " > ".join(dict.fromkeys(type(module).__name__ for module in modules)) or name
+    else:
+        paths = {id(module): path for path, module in model.named_modules()}
+        module = next((each for each in reversed(modules) if id(each) in paths), model)
+        where = clean_name(paths[id(module)]) or "the root"
+        details.insert(0, type(module).__name__)
+    return f"{where} ({', '.join(details)})" if details else where
 
 
 def _lacks_values(error: Exception) -> bool:
     """Whether somebody asked a tensor without values for one; of one on the meta device, only the text tells."""
-    if isinstance(error, _NEEDS_VALUES):
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return True
-    return isinstance(error, RuntimeError | NotImplementedError) and (
-        "on meta tensors" in str(error)
-        or "from meta to" in str(error)
-        or "meta tensor" in str(error)
-    )
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}".rstrip(".")
-
-
-def _line(error: Exception) -> str:
-    """Return "file:line" of the last line of a program that an error came through; "" if there is none."""
-    aside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if not each.filename.startswith(aside)]
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+    texts = ("on meta tensors", "from meta to", "meta tensor")
+    is_meta = any(text in str(error) for text in texts)
+    return is_meta and isinstance(error, RuntimeError)  # NotImplementedError too
 
 
 class _Run:
     """One forward and backward of a model whose tensors are replaced, and what happens in it."""
 
     def __init__(
-        self, model: nn.Module, paths: Sequence[str], options: TraceOptions, recorder: Recorder
+        self, model: nn.Module, units: Mapping[str, int], options: TraceOptions, recorder: Recorder
     ) -> None:
-        self.model = model
-        self.paths = paths
-        self.options = options
-        self.recorder = recorder
-        self._log: list[Event | int] = []  # what happens in the forward; numbers are of spans
-        self._recomputed: set[int] = set()  # units
+        self._model, self._units, self._paths = model, units, [*units]
+        self._options, self._recorder = options, recorder
+        self._owned = _unit_params(model, units, options.precision)
+        of = [*units.values()]
+        # Modules of each unit.
+        self._places = [
+            [place for place, each in enumerate(of) if each == unit] for unit in dict.fromkeys(of)
+        ]
+        self._replacing: dict[int, Tensor] = {}  # by the id of what the model has
         self._held_nbytes = 0
-        self._copies: list[tuple[str, str]] = []  # units that were traced, and that repeat them
-        self.repeats = Repeats(recorder)
+        # Of the forward: runs are of the recorder's spans, and what follows is of modules of units, by place.
+        self._log: list[Event] = []
+        self._recomputed: set[int] = set()
+        self._like: dict[int, int] = {}  # those that were not traced, and those that were instead
 
     # Tensors
 
     def _replaced(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor of this shape: without values, or on the same memory if there are values."""
+        """Return a tensor of this shape whose memory counts nothing: without values, or on the same memory."""
         dtype = dtype or tensor.dtype
-        if self.options.has_values:
+        if self._options.has_values:
             if tensor.is_meta:
                 raise TraceError(
                     f"A tensor of shape {tuple(tensor.shape)} is on the meta device: a run with values needs a model "
                     "and an example that have some."
                 )
-            return tensor.detach().to(dtype)
-        if tensor.layout is not torch.strided:
+            made = tensor.detach().to(dtype)
+        elif tensor.layout is torch.strided:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+        else:
             raise TraceError(
                 f"A tensor of shape {tuple(tensor.shape)} has the layout {tensor.layout}: only dense ones can be traced."
             )
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+        self._recorder.leave_out(made)
+        return made
 
-    def replace_tensors(self, owned: Sequence[_Owned]) -> None:
+    def replace_tensors(self) -> None:
         """Give all modules other parameters, buffers and tensors, as they are during a step."""
-        known: dict[int, Tensor] = {}
-        for parameter, spec, _ in owned:
-            fake = self._replaced(parameter, spec.compute_dtype)
-            known[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
-            self.recorder.watch(known[id(parameter)])
-        for module in self.model.modules():
-            registries: tuple[dict[str, Any], ...] = (
-                module._parameters,
-                module._buffers,
-                vars(module),
-            )
-            for registry in registries:
-                for name, tensor in registry.items():
-                    if isinstance(tensor, Tensor):
-                        if id(tensor) not in known:
-                            known[id(tensor)] = self._hold(tensor)
-                        registry[name] = known[id(tensor)]
-
-    def _hold(self, tensor: Tensor) -> Tensor:
-        fake = self._replaced(tensor)
-        self.recorder.leave_out([fake])
-        self._held_nbytes += fake.untyped_storage().nbytes()
-        return fake
+        known = self._replacing
+        for _, parameter, spec, _ in self._owned:
+            made = self._replaced(parameter, spec.compute_dtype)
+            known[id(parameter)] = nn.Parameter(made, parameter.requires_grad)
+            self._recorder.watch(known[id(parameter)])
+        for registry in itertools.chain(*map(_registries, self._model.modules())):
+            for name, tensor in registry.items():
+                if isinstance(tensor, Tensor):
+                    if id(tensor) not in known:
+                        known[id(tensor)] = self._replaced(tensor)
+                        self._held_nbytes += known[id(tensor)].untyped_storage().nbytes()
+                    registry[name] = known[id(tensor)]
 
     def take(self, example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return what the model is called with. Its memory counts nothing."""
+        """Return what the model is called with."""
 
-        def replace(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            fake = self._replaced(leaf).requires_grad_(leaf.requires_grad)
-            self.recorder.leave_out([fake])
-            if leaf.requires_grad:
-                fake.register_post_accumulate_grad_hook(_drop_gradient)
-            return fake
+        def replace(tensor: Tensor) -> Tensor:
+            made = self._replaced(tensor)
+            if tensor.requires_grad:
+                made.requires_grad_().register_post_accumulate_grad_hook(_drop_gradient)
+            return made
 
-        return cast(Any, pytree.tree_map(replace, (example.args, dict(example.kwargs))))
+        given = (example.args, dict(example.kwargs))
+        return cast(Any, pytree.tree_map_only(Tensor, replace, given))
 
     # Units
 
     def wrap_units(self) -> None:
-        for index, path in enumerate(self.paths):
-            module = self.model.get_submodule(path)
-            vars(module)["forward"] = self._around(index, module)
+        """Let forwards of units say when they begin and end, and cast as the engine's hooks do."""
+        modules = {path: self._model.get_submodule(path) for path in self._paths}
+        self.repeats = Repeats(modules, self._recorder)
+        for place, module in enumerate(modules.values()):
+            vars(module)["forward"] = self._around(place, module.forward)
 
-    def _around(self, index: int, module: nn.Module) -> Callable[..., Any]:
-        """Return a forward that says when it begins and ends, and casts as the engine's hooks do."""
-        forward, policy, recorder = module.forward, self.options.precision, self.recorder
-        caller = Caller(self.paths[index], module)
+    def _around(self, place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        policy = self._options.precision
 
         @functools.wraps(forward)
         def around(*args: Any, **kwargs: Any) -> Any:
-            may_repeat = index > 0 and self.options.reuses_equal and not recorder.is_backward
-            if may_repeat and (found := self.repeats.look_up(caller, args, kwargs)) is not None:
-                self._log += self._renamed(found.events, found.path, caller.path)
-                self._copies.append((found.path, caller.path))
+            may_repeat = place and self._options.reuses_equal and not self._recorder.is_backward
+            if may_repeat and (found := self.repeats.look_up(place, args, kwargs)) is not None:
+                self._repeat(place, found)
                 return found.outputs
-            self._mark(Enter(index))
+            self._mark(Enter(place, _may_differentiate((args, kwargs))))
             start = len(self._log) - 1
             if policy.param_dtype is not None and policy.cast_forward_inputs:
                 args, kwargs = _cast((args, kwargs), policy.param_dtype)
             outputs = forward(*args, **kwargs)
             if policy.output_dtype is not None:
                 outputs = _cast(outputs, policy.output_dtype)
-            self._mark(Leave(index))
+            self._mark(Leave(place, _may_differentiate(outputs)))
             if may_repeat:
                 self.repeats.note(outputs, self._log[start:])
             return outputs
 
         return around
 
-    def _mark(self, event: Event) -> None:
-        if self.recorder.is_backward:
-            if isinstance(event, Enter):
-                self._recomputed.add(event.unit)
+    def _mark(self, event: Enter | Leave) -> None:
+        if self._recorder.is_backward:
+            self._recomputed.add(event.unit)
         else:
-            self._log += [len(self.recorder.spans) - 1, event]
-        self.recorder.next_stretch()
+            self._end_stretch()
+            self._log.append(event)
+        self._recorder.next_stretch()
 
-    def _renamed(self, events: Iterable[Any], path: str, new: str) -> Iterator[Any]:
-        """Return what happened in a unit as if it had happened in another one, nested units included."""
-        numbers = {name: number for number, name in enumerate(self.paths)}
-        for event in events:
-            if isinstance(event, Enter | Leave):
-                name = new + self.paths[event.unit].removeprefix(path)
-                yield event._replace(unit=numbers[name])
-            else:
-                yield event
+    def _end_stretch(self) -> None:
+        self._log.append(Run(len(self._recorder.spans) - 1, -1))
+
+    def _repeat(self, place: int, found: Repeated) -> None:
+        """Let happen in a module, and those inside, what has happened in another one."""
+        for event in found.events:
+            if isinstance(event, Run):
+                self._log.append(event)
+                continue
+            path, same = self._paths[event.unit], event.unit
+            if contains(self._paths[found.unit], path):  # else it is one that both call
+                inside = path.removeprefix(self._paths[found.unit])
+                same = self._paths.index(self._paths[place] + inside)
+            self._like[same] = self._like.get(event.unit, event.unit)
+            self._log.append(event._replace(unit=same))
 
     # A step
 
     def forward_and_backward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], example: Example
     ) -> None:
-        dtype = self.options.autocast
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            loss = _loss(self.model(*args, **kwargs), self.options.loss, example)
-        self._log.append(len(self.recorder.spans) - 1)
-        self.recorder.begin_backward()
+        loss = _loss(self._model(*args, **kwargs), self._options.loss, example)
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            helps = (
+                "Activation checkpoints with use_reentrant=True cut off what they compute of inputs that need no gradient: "
+                "give them use_reentrant=False. Else give a loss of what the model returns (loss=; --loss MODULE:FUNCTION)."
+            )
+            if not any(each.spec.trainable for each in self._owned):
+                helps = "All are frozen: unfreeze some."
+            raise TraceError(f"The loss depends on no parameter that is trained. {helps}")
+        self._end_stretch()
+        self._recorder.begin_backward()
         # Not by the method, which is a function that modes see: they are off while it runs.
         run_backward(
             (loss,),
@@ -669,57 +632,100 @@ class _Run:
             accumulate_grad=True,
         )
         del loss
-        self.recorder.end_backward()
-        for path, new in self._copies:
-            entered = [Enter(unit) for unit in self._recomputed if contains(path, self.paths[unit])]
-            self._recomputed |= {event.unit for event in self._renamed(entered, path, new)}
+        self._recorder.end_backward()
 
     @property
     def _spans(self) -> list[Span]:
         """What is run in the forward, in order: as often as it is run."""
-        return [self.recorder.spans[event] for event in self._log if isinstance(event, int)]
+        return [self._recorder.spans[each.stretch] for each in self._log if isinstance(each, Run)]
 
     @property
     def is_balanced(self) -> bool:
         """Whether the backward frees all that the forward has kept."""
         return sum(span.saved_nbytes - span.freed_nbytes for span in self._spans) == 0
 
-    def workload(self, owned: Sequence[_Owned], example: Example) -> Workload:
-        """Return what has happened."""
-        stretches: list[Stretch] = []
-        numbers: dict[int, int] = {}  # by span
-        for number, span in enumerate(self.recorder.spans):
-            if (stretch := span.stretch()) is not None:
-                numbers[number] = len(stretches)
-                stretches.append(stretch)
-        return Workload(
-            units=tuple(
-                WorkloadUnit(
-                    clean_name(path),
-                    tuple(each.spec for each in owned if each.unit == path),
-                    index in self._recomputed,
-                )
-                for index, path in enumerate(self.paths)
-            ),
-            events=tuple(self._events(numbers)),
-            stretches=tuple(stretches),
+    def workload(self, example: Example) -> Workload:
+        """Return what has happened. Raises TraceError for units that the engine would not gather when they are used."""
+        stretches = [span.stretch() for span in self._recorder.spans]
+        full = [number for number, stretch in enumerate(stretches) if stretch is not None]
+        events = [
+            each._replace(stretch=full.index(each.stretch)) if isinstance(each, Run) else each
+            for each in self._events()
+            if not isinstance(each, Run) or each.stretch in full
+        ]
+        units = [
+            WorkloadUnit(
+                ", ".join(clean_name(self._paths[place]) for place in places),
+                tuple(self._spec(each) for each in self._owned if each.unit == unit),
+                recomputes=self._recomputes(places),
+            )
+            for unit, places in enumerate(self._places)
+        ]
+        storages = {t.untyped_storage()._cdata: t.nbytes for t in example.tensors}
+        workload = Workload(
+            units=tuple(units),
+            events=tuple(events),
+            stretches=tuple(filter(None, stretches)),
             held_nbytes=self._held_nbytes,
-            input_nbytes=sum(
-                {t.untyped_storage()._cdata: t.nbytes for t in example.tensors}.values()
-            ),
+            input_nbytes=sum(storages.values()),
             model_flops=sum(span.model_flops for span in self._spans),
             tokens=example.num_tokens,
         )
+        for each in self._owned:
+            if each.unit not in workload.running and self._has_gradient(each.name):
+                raise TraceError(
+                    f"{each.spec.name} is used, and the forward of its unit ({units[each.unit].name}) does not run, "
+                    "which would gather it. Let units be modules that are called."
+                )
+        return workload
 
-    def _events(self, numbers: Mapping[int, int]) -> Iterator[Event]:
-        within = [0]
+    def _spec(self, owned: _Owned) -> ParamSpec:
+        # Other values may use what these did not.
+        is_used = self._options.has_values or self._has_gradient(owned.name)
+        return dataclasses.replace(owned.spec, is_used=is_used)
+
+    def _has_gradient(self, name: str) -> bool:
+        """Whether a parameter has got a gradient, or that of the module that was traced instead."""
+        path = lowest_common_unit([name.rpartition(".")[0]], self._units) or ""
+        places = {place := self._paths.index(path), self._like.get(place, place)}
+        names = [self._paths[each] + name.removeprefix(path) for each in places]
+        found = (self._replacing[id(self._model.get_parameter(each))] for each in names)
+        return not self._recorder.with_gradient.isdisjoint(found)
+
+    def _recomputes(self, places: Sequence[int]) -> bool:
+        """Whether a unit is computed again as a whole: of several modules each is by itself."""
+        place, *others = places
+        return not others and not self._recomputed.isdisjoint((place, self._like.get(place, place)))
+
+    def _events(self) -> Iterator[Event]:
+        """Return what happened in units: the forward of one is from its first module's to its last one's."""
+        units, inside = [*self._units.values(), -1], [-1]  # modules that run; none in the loss
+        to_run: dict[int, set[int]] = {}  # modules of units whose forward has begun
         for event in self._log:
-            if isinstance(event, int):
-                if event in numbers:
-                    yield Run(numbers[event], within[-1])
+            if isinstance(event, Run):
+                yield event._replace(unit=units[inside[-1]])
                 continue
+            unit = units[event.unit]
+            if isinstance(event, Leave):
+                inside.pop()
+            is_inner = event.unit in inside  # called by itself
             if isinstance(event, Enter):
-                within.append(event.unit)
-            else:
-                within.pop()
-            yield event
+                inside.append(event.unit)
+                if not (is_inner or to_run.get(unit)):
+                    to_run[unit] = {*self._places[unit]}
+                    yield event._replace(unit=unit)
+            elif not is_inner:
+                to_run[unit].discard(event.unit)
+                if not to_run[unit]:
+                    yield event._replace(unit=unit)
+        if left := next(filter(None, to_run.values()), None):
+            raise TraceError(
+                f"{first_names([self._paths[place] for place in sorted(left)])} did not run, and others of its unit did, "
+                "which would stay gathered until the model's forward ends. That is not planned: let units be of modules "
+                "that run together."
+            )
+
+
+def _may_differentiate(tree: Any) -> bool:
+    """Whether something in it needs a gradient; without gradients, as in reentrant checkpoints, nobody can tell yet."""
+    return not torch.is_grad_enabled() or any(each.requires_grad for each in tensors_of(tree))

@@ -25,7 +25,7 @@ from fullshard.planning.keeping import keepable_units, kept_units
 from fullshard.planning.machines import Machine
 from fullshard.planning.setup import TrainingSetup
 from fullshard.planning.subject import Inputs, Model, Subject
-from fullshard.planning.traced import TraceError
+from fullshard.planning.traced import TraceError, Units
 
 _MIB, _GIB = 1 << 20, 1 << 30
 # A buffer of 4 MiB (NCCL_BUFFSIZE) to and one from the neighbour in each of 32 channels.
@@ -180,7 +180,7 @@ def plan_training(
     setup: TrainingSetup,
     *,
     inputs: Inputs | None = None,
-    units: Sequence[str] | None = None,
+    units: Units | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     progress: Callable[[str], object] | None = None,
 ) -> TrainingPlan:

@@ -46,7 +46,7 @@ from fullshard.planning.calibration import (
 )
 from fullshard.planning.setup import OPTIMIZERS, trained_dtype
 from fullshard.planning.stopwatch import time_passes, typical
-from fullshard.planning.traced import Example, TraceOptions
+from fullshard.planning.traced import Example, TraceOptions, Units
 from fullshard.tools.config import OptionError
 from fullshard.tools.plan_options import PlanOptions
 from fullshard.tools.plan_run import is_run, run_to_plan
@@ -70,7 +70,7 @@ class Model:
 
     build: Callable[[], nn.Module]
     example: Example
-    units: Sequence[str] | None
+    units: Units | None
     options: TraceOptions
     workload: Workload
 

@@ -33,6 +33,7 @@ from fullshard.engine.params.flat import show_gradient
 from fullshard.engine.params.managed import ManagedParameter, ShardHolder
 from fullshard.engine.runtime import Runtime
 from fullshard.plan.gradient_buckets import wire_dtype
+from fullshard.plan.gradient_dtypes import may_overflow
 from fullshard.plan.layout import BucketLayout
 from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import UnitConfig
@@ -154,11 +155,8 @@ def _scaling(
     sum, to avoid overflow, and the rest after it, to avoid underflow. 8 ranks: 4 before, 2 after.
     """
     factor = config.gradient_divide_factor or float(mesh.data_parallel_size)
-    # Over the replicate axis sums travel in the reduce dtype, whatever they were formed in.
-    overflows = reduce_dtype == torch.float16 and (
-        mesh.replicate_size > 1 or sum_dtype(reduce_dtype) == reduce_dtype
-    )
-    if not overflows:
+    has_replicas = mesh.replicate_size > 1
+    if not may_overflow(reduce_dtype, sum_dtype(reduce_dtype), has_replicas=has_replicas):
         return Scaling(after=factor)
     # As PyTorch chooses it. Powers of two divide without rounding.
     before = 1.0

@@ -170,6 +170,11 @@ class UnitBuffers:
         """True if unsharding moves data. It does not if all parameters are read in place."""
         return self._moves or bool(self._post_forward_shards)
 
+    @property
+    def may_rotate(self) -> bool:
+        """Whether gathers may use the memory of `Rotation`."""
+        return self._runtime.rotation is not None and not self.keeps_storage
+
     def unsharded(self, index: int) -> torch.Tensor:
         """Return the whole parameter in the compute dtype; it has memory from unshard to free."""
         return self._views[index]
@@ -284,8 +289,8 @@ class UnitBuffers:
             return [self._comm.all_gather(buffer, flat, label, offset)]
         if not (self._moves or self._post_forward_shards):
             return []
-        rotation = self._runtime.rotation
-        if after is not None and rotation is not None and not (self._is_lent or self.keeps_storage):
+        rotation = self._runtime.rotation if self.may_rotate else None
+        if after is not None and rotation is not None and not self._is_lent:
             storages = [(each.flat.untyped_storage(), each.nbytes) for each in self._freed]
             if not (self._post_forward_shards or any(each.is_allocated for each in self._freed)):
                 with rotation.lending(self, storages, after):
