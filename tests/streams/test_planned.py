@@ -50,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
         "param_dtype": BF16,
         "reduce_dtype": BF16,
     },
+    "whole": {"mesh": (4, 1), "param_dtype": BF16, "reduce_dtype": torch.float32},
     "two at once": {"max_input_buffers": 2},
     "offloaded": {"offloads": True},
     "offloaded, mixed": {"offloads": True, "param_dtype": BF16, "reduce_dtype": torch.float32},

@@ -259,7 +259,8 @@ class _Step:
         is_early = settings.forward_prefetch
         # With streams the host runs ahead, so a gather starts early enough by itself if it waits for little.
         if settings.has_streams and not (is_early and settings.sharding.is_flat):
-            is_early = self._gathers.waits_for_compute(following)
+            has_readers = settings.sharding.shard_size > 1  # else it is not known to be left alone
+            is_early = has_readers and self._gathers.waits_for_compute(following)
         if is_early and self._gathers.gains_from_prefetch(following):
             self._gathers.unshard(following)
 

@@ -20,7 +20,8 @@ class _Turn(NamedTuple):
 class Gathers:
     """Gathers and reshards units, as `engine.unit`, `params.buffers` and `runtime.Rotation` do.
 
-    begun: the last action on COMPUTE before the pass. is_left_alone: nobody writes to shards in the pass.
+    begun: the last action on COMPUTE before the pass. is_left_alone: nobody writes to shards in the pass. Where no other rank
+    reads them, the engine does not look.
     """
 
     def __init__(self, log: ActionLog, regions: RegionLedger, sharding: Sharding) -> None:
@@ -42,7 +43,8 @@ class Gathers:
 
     def waits_for_compute(self, unit: UnitState) -> bool:
         """Return whether a gather waits, with streams, for all that COMPUTE was given before it."""
-        return not self.is_left_alone or unit.reshards is False or bool(unit.kept_nbytes)
+        is_left_alone = self.is_left_alone and self._sharding.shard_size > 1
+        return not is_left_alone or unit.reshards is False or bool(unit.kept_nbytes)
 
     def unshard(self, unit: UnitState) -> None:
         """Start gathering a unit, unless it is there or on its way."""

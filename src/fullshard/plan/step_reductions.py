@@ -197,9 +197,12 @@ class Reductions:
         unit, bucket = flight.unit, flight.unit.plan.buckets[number]
         if bucket.is_final and not flight.is_put_off and number not in unit.with_gradient:
             return self._take_shards(unit, number)
-        block, grown = self._scratch.take(bucket.total_nbytes)
-        flight.totals[number] = block
-        return [unit.change(Holding.COMMUNICATION, grown)]
+        flight.totals[number], grown = self._scratch.take(bucket.total_nbytes)
+        return [self._scratch_change(unit, grown)]
+
+    def _scratch_change(self, unit: UnitState, nbytes: int) -> Change:
+        """Return a change of scratch memory, which belongs to no unit where it is kept for all."""
+        return Change(Holding.COMMUNICATION, nbytes, unit.number if self._has_streams else -1)
 
     def _take_shards(self, unit: UnitState, number: int) -> list[Change]:
         """Take memory for a bucket's gradients: what was kept, or new."""
@@ -211,13 +214,14 @@ class Reductions:
     def _take_staging(self, flight: _Flight, memory: ReduceMemory) -> list[Change]:
         """Take what a reduce-scatter needs until it is over."""
         grown = memory.copied_nbytes + self._regions.take("reduce", memory.region)
+        changes = [flight.unit.change(Holding.COMMUNICATION, grown)]
         for nbytes in memory.scratch_nbytes:
-            block, more = self._scratch.take(nbytes)
+            block, grown = self._scratch.take(nbytes)
             flight.blocks.append(block)
-            grown += more
+            changes.append(self._scratch_change(flight.unit, grown))
         given = self._regions.give("reduce", memory.region) - memory.copied_nbytes
         flight.finish.append(flight.unit.change(Holding.COMMUNICATION, given))
-        return [flight.unit.change(Holding.COMMUNICATION, grown)]
+        return changes
 
     def _deposit(self, flight: _Flight) -> list[Change]:
         """Give sums to the sharded parameters."""
@@ -226,8 +230,7 @@ class Reductions:
             if number in flight.totals and number not in unit.with_gradient:
                 changes += self._take_shards(unit, number)
             if number in flight.totals and not self._has_streams:
-                grown = self._scratch.give(flight.totals.pop(number))
-                changes.append(unit.change(Holding.COMMUNICATION, grown))
+                self._scratch.give(flight.totals.pop(number))  # where it stays
             unit.with_gradient.add(number)
         return changes
 
@@ -285,12 +288,10 @@ class Reductions:
         for number in range(len(unit.plan.buckets)):
             if block := unit.waiting.pop(number, 0):
                 changes.append(unit.change(Holding.FULL_GRADIENTS, -block))
-                changes.append(
-                    unit.change(Holding.COMMUNICATION, block + self._scratch.give(block))
-                )
+                changes.append(self._scratch_change(unit, block + self._scratch.give(block)))
             if flight.is_put_off:
                 block = unit.waiting[number] = flight.totals.pop(number)
-                changes.append(unit.change(Holding.COMMUNICATION, -block))
+                changes.append(self._scratch_change(unit, -block))
                 changes.append(unit.change(Holding.FULL_GRADIENTS, block))
         return changes
 
