@@ -342,7 +342,7 @@ _MOST_LINES = {
     "migrate": 920,
     "models": 1174,
     "optim": 2136,
-    "peers": 3354,
+    "peers": 3368,
     "plan": 4050,
     "planning": 6600,
     "state": 3270,

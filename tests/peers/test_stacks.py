@@ -21,6 +21,7 @@ from fullshard.peers.stacks import (
     folded_traceback,
     line_in_program,
     line_of_error,
+    lines_of,
     raise_in,
     runs_program_beside,
     shown_stack,
@@ -102,7 +103,7 @@ def test_an_error_reaches_a_thread_with_its_words(
 
 
 def test_a_frame_without_any_line_of_the_program_has_none() -> None:
-    assert line_in_program(None) == ""
+    assert line_in_program(lines_of(None)) == ""
 
 
 def _frames_at(call: Callable[[Callable[[], object]], object]) -> types.FrameType:
@@ -120,14 +121,14 @@ def test_a_stack_shows_the_program_and_folds_libraries(monkeypatch: pytest.Monke
         with ThreadPoolExecutor(1) as pool:
             pool.submit(layer, torch.ones(1)).result()
 
-    frame = _frames_at(in_libraries)
-    shown = shown_stack(frame)
+    lines = lines_of(_frames_at(in_libraries))
+    shown = shown_stack(lines)
     assert len([line for line in shown if line.startswith("  File")]) == 2  # the two lambdas
     (folded,) = [line for line in shown if "..." in line]
     assert "of Python and torch" in folded
     monkeypatch.setattr(stacks, "shows_all_frames", True)
-    assert len(shown_stack(frame)) > 6
-    assert shown_stack(None) == ()
+    assert len(shown_stack(lines)) > 6
+    assert shown_stack([]) == ()
 
 
 def test_a_traceback_keeps_its_causes_and_the_frame_that_raised() -> None:

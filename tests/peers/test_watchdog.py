@@ -18,14 +18,21 @@ from tests.fresh import in_fresh_ranks
 
 @in_fresh_ranks(1)
 def test_a_look_at_the_threads_keeps_nothing_of_theirs() -> None:
-    """Else what a rank computes when it is looked at stays until Python collects cycles."""
-    look = watchdog()._look
+    """Else what a rank computes stays until Python collects cycles; and autograd copies gradients while it looks."""
+    is_looking, may_end = threading.Event(), threading.Event()
+
+    def shown_stack(lines: object) -> tuple[str, ...]:
+        is_looking.set()
+        assert may_end.wait(10)
+        return (str(lines),)
+
+    module.shown_stack = shown_stack
+    looks = threading.Thread(target=watchdog()._look)
 
     def compute() -> weakref.ref[torch.Tensor]:
         result = torch.zeros(1)
-        looks = threading.Thread(target=look)
         looks.start()
-        looks.join()
+        assert is_looking.wait(10)
         return weakref.ref(result)
 
     gc.disable()
@@ -33,6 +40,8 @@ def test_a_look_at_the_threads_keeps_nothing_of_theirs() -> None:
         assert compute()() is None
     finally:
         gc.enable()
+        may_end.set()
+        looks.join()
 
 
 @in_fresh_ranks(1)

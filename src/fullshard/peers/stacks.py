@@ -13,8 +13,9 @@ import sys
 import threading
 import traceback
 import types
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -113,13 +114,28 @@ def _library_of(file: str, *, is_strict: bool = True) -> str:
     return "Python" * file.startswith((_STANDARD, "<"))
 
 
-def line_in_program(frame: types.FrameType | None) -> str:
+class Line(NamedTuple):
+    """A line that a thread is in."""
+
+    file: str
+    number: int | None
+    function: str
+
+
+def lines_of(frame: types.FrameType | None) -> list[Line]:
+    """Return the lines that a thread is in, innermost first.
+
+    Whoever keeps a frame keeps its tensors: autograd then copies a gradient that it would have taken over. So frames
+    are read at once, and what takes longer is done with their lines.
+    """
+    walked = () if frame is None else traceback.walk_stack(frame)
+    return [Line(each.f_code.co_filename, at, each.f_code.co_name) for each, at in walked]
+
+
+def line_in_program(lines: Iterable[Line]) -> str:
     """Return the innermost line of the user's program that a thread is in."""
-    while frame is not None:
-        if _is_program(frame):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+    own = (each for each in lines if not _library_of(each.file, is_strict=False))
+    return next((f"{each.file}:{each.number}" for each in own), "")
 
 
 def line_of_error(error: BaseException) -> str:
@@ -129,12 +145,10 @@ def line_of_error(error: BaseException) -> str:
     return lines[-1] if lines else ""
 
 
-def shown_stack(frame: types.FrameType | None) -> tuple[str, ...]:
-    """Return the lines of a thread's stack, innermost call last, as `FoldedStack` folds them."""
-    if frame is None:
-        return ()
-    lines = FoldedStack(traceback.extract_stack(frame)).format()
-    return tuple(map(str.rstrip, lines))
+def shown_stack(lines: Sequence[Line]) -> tuple[str, ...]:
+    """Return a thread's stack as text, innermost call last, as `FoldedStack` folds it."""
+    stack = FoldedStack(traceback.FrameSummary(*each) for each in reversed(lines))
+    return tuple(map(str.rstrip, stack.format()))
 
 
 class FoldedStack(traceback.StackSummary):

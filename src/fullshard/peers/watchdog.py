@@ -56,6 +56,7 @@ from fullshard.peers.stacks import (
     call_of,
     counts_of_groups,
     line_in_program,
+    lines_of,
     raise_in,
     runs_program_beside,
     shown_stack,
@@ -319,28 +320,27 @@ class Watchdog:
         """Return a status of what this rank does now."""
         thread, usual = self._threads()
         frames = sys._current_frames()
-        frame = frames.get(thread)
+        has_groups = self.group() is not None and dist.is_initialized()
+        in_call = call_of(frames.get(thread)) if has_groups else None
+        lines, usual_lines = (lines_of(frames.get(each)) for each in (thread, usual))
+        del frames
         doing: dict[str, Any] = {"state": State.LEFT}
-        if self.group() is not None and dist.is_initialized():
-            doing = self._waits.get(thread) or call_of(frame) or {"state": State.RUNS}
+        if has_groups:
+            doing = self._waits.get(thread) or in_call or {"state": State.RUNS}
             self._groups = counts_of_groups()
         records = flight_records()
-        # A thread of autograd's runs no line of the program's, but one that called backward does.
-        at = line_in_program(frame) or line_in_program(frames.get(usual))
-        stack = shown_stack(frame)
-        # One of them may be of this call: it would keep itself, and all that its callers refer to.
-        del frame, frames
         return RankStatus(
             self._rank,
             beat=1,
-            at=at,
+            # A thread of autograd's runs no line of the program's, but one that called backward does.
+            at=line_in_program(lines) or line_in_program(usual_lines),
             moment=latest_moment(),
             groups=self._groups,
             tails={each.key: each.tail() for each in records if not each.is_shared},
             has_threads=runs_program_beside(thread),
             on_device=tuple(each.key for each in records if each.is_on_device),
             unreached=tuple(sorted(self.board.unreached)),
-            stack=stack,
+            stack=shown_stack(lines),
             verdict=self._told,
             **doing,
         )
