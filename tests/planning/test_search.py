@@ -31,7 +31,9 @@ from fullshard.planning.calibration import (
     KernelTime,
     MachineFigures,
     Point,
+    engine_key,
     machine_of,
+    optimizer_key,
 )
 from fullshard.planning.choices import (
     WHOLE,
@@ -249,16 +251,18 @@ def measured_setup(source: Subject, ways: tuple[str, ...]) -> TrainingSetup:
         for w in works
     )
     points = (Point(0, 1e-6), Point(1 << 20, 1e-3))
-    engine = dict.fromkeys(ways, EngineFigures(points, points, 1e-5, 1e-5, 1e-6))
+    keys = [engine_key(way, torch.float32, torch.float32) for way in ways]
+    engine = dict.fromkeys(keys, EngineFigures(points, points, 1e-5, 1e-5, 1e-6))
+    optimizers = {optimizer_key("adamw", torch.float32): points}
     named = (SCHEMA, "here", "cpu", "2.13", "2026-01-01T00:00:00+00:00", 2, 1, 1e-6)
-    figures = MachineFigures(*named, kernels, engine, {"adamw": points})
+    figures = MachineFigures(*named, kernels, engine, optimizers)
     return dataclasses.replace(setup, machine=machine_of(figures, 1 << 30))
 
 
 @pytest.mark.parametrize("way", ["peer memory", "gloo"])
 def test_what_was_measured_is_searched_and_the_rest_is_counted(way: str) -> None:
     source = Subject(lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(6))), inputs=rows)
-    setup = measured_setup(source, (f"{way} float32",))
+    setup = measured_setup(source, (way,))
     found = search_training(source, setup)
     reasons = dict(found.left_out)
     assert sorted(reason.split(":")[0] for reason in reasons) == ["Offloading", "Replicas"]

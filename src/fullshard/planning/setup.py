@@ -237,13 +237,15 @@ class TrainingSetup:
             return Costs(self.machine, self.manner(workload))
         self._check_measured()
         stored = trained_dtype(workload)
-        return CalibratedCosts(
+        costs = CalibratedCosts(
             self.machine,
             way=self.way.name,
             dtypes=(self.precision.param_dtype or stored, stored),
             optimizer=self.optimizer + (" fused" if self.is_fused else ""),
             shard_size=self.shards,
         )
+        costs.check(w for s in workload.stretches for w in (*s.forward, *s.recomputed, *s.backward))
+        return costs
 
     def _check_measured(self) -> None:
         """Raise CostError for what no calibration measures."""
