@@ -262,7 +262,11 @@ class CalibratedCosts:
 
     def check(self, works: Iterable[Work]) -> None:
         """Raise CostError, which names them, for kernels of which none was measured in any size."""
-        missing = {f"{w.name or w.kind.value} in {w.dtype}" for w in works if not self._curve(w)}
+        missing = {
+            " in ".join(filter(None, (w.name or w.kind.value, w.dtype)))
+            for w in works
+            if not self._curve(w)
+        }
         if missing:
             raise CostError(
                 f"The machine's file has no {first_names(sorted(missing), 4)}. Measure this model too, which adds to the file: "

@@ -137,9 +137,9 @@ class PlanOptions:
     )
     reshard: str = option_field(
         "",
-        "After forward: yes, no, or the size of a smaller group. Default: yes, but for the root.",
+        "After forward: no, yes, or the size of a smaller group, but for the root, which stays. Default: yes.",
         panel=_TRAINING,
-        metavar="yes|no|N",
+        metavar="no|yes|N",
     )
     unsharded: str | None = option_field(
         None, "Units that stay unsharded after forward.", panel=_TRAINING, metavar="PATH,..."
@@ -309,7 +309,7 @@ class PlanOptions:
         from fullshard.planning.setup import TrainingSetup
         from fullshard.policies import MixedPrecisionPolicy
 
-        machine = machine or self.machine()
+        machine, reshard = machine or self.machine(), self._reshard()
         dtypes = {
             name: getattr(torch, DTYPES[typed]) if (typed := getattr(self, name)) else None
             for name in ("dtype", "param_dtype", "reduce_dtype")
@@ -324,8 +324,11 @@ class PlanOptions:
             reduces_each=not self.reduce_last,
             precision=MixedPrecisionPolicy(dtypes["dtype"], dtypes["reduce_dtype"]),
             stored=dtypes["param_dtype"],
-            reshard_after_forward=self._reshard(),
-            unsharded=() if self.unsharded is None else tuple(self.unsharded.split(",")),
+            reshard_after_forward=reshard,
+            unsharded=(
+                *([""] if type(reshard) is int else []),
+                *(self.unsharded.split(",") if self.unsharded else []),
+            ),
             keep_unsharded_nbytes=round(self._number("keep_unsharded", "bytes")),
             checkpointing=self.checkpointing,
             optimizer=self.optimizer,
@@ -336,13 +339,14 @@ class PlanOptions:
         )
 
     def _reshard(self) -> bool | int | None:
+        """Return what is said of units but the root, whose backward comes first: it stays, as in a search."""
         typed = self.reshard
-        known: dict[str, bool | None] = {"": None, "yes": True, "no": False}
+        known: dict[str, bool | None] = {"": None, "yes": None, "no": False}
         if typed in known:
             return known[typed]
         if not typed.isdecimal():
             raise OptionError(
-                f"--reshard {typed}: expected yes, no, or the size of a smaller group."
+                f"--reshard {typed}: expected no, yes, or the size of a smaller group."
             )
         return int(typed)
 
