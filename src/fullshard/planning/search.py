@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
+from fullshard.plan import amounts
 from fullshard.plan.actions import ActionKind
 from fullshard.plan.keeping import choose_kept
 from fullshard.plan.unit_plan import plan_unit
@@ -36,11 +37,10 @@ from fullshard.planning.setup import OFFLOADS, TrainingSetup
 from fullshard.planning.subject import Model, Subject
 from fullshard.planning.training import MemoryPlan, context_nbytes, plan_steps
 
-_GIB = 1 << 30
 _NUM_BEST = 10
 _NUM_EXCLUDED, _MOST_TRIED = 5, 20
 _CLEARLY_LESS = 0.95
-_NOTICED = 1e-3  # of a step
+_NOTICED, _ROUNDED = 1e-3, 1e-9  # of a step: what a difference is worth saying, and what is none
 _NEAR = 2  # times the memory: what needs more attracts nobody
 
 
@@ -59,14 +59,14 @@ class Candidate:
     memory: MemoryPlan
 
     def __str__(self) -> str:
-        kept = f" ({len(self.unsharded)} units kept)" if self.unsharded else ""
-        memory = self.memory
+        num, memory = len(self.unsharded), self.memory
+        kept = f" ({num} unit{'s' if num > 1 else ''} kept)" if num else ""
         on_host = (
-            f"; {memory.host_nbytes / _GIB:.2f} GiB of host memory, {memory.per_host_nbytes / _GIB:.2f} on a host"
+            f"; {amounts.nbytes(memory.host_nbytes)} of host memory, {amounts.nbytes(memory.per_host_nbytes)} on a host"
             if memory.host_nbytes
             else ""
         )
-        return f"{self.step_s:8.3f} s {memory.needed_nbytes / _GIB:7.2f} GiB  {self.choice}{kept}{on_host}"
+        return f"{amounts.seconds(self.step_s):>9} {amounts.nbytes(memory.needed_nbytes):>9}  {self.choice}{kept}{on_host}"
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -107,7 +107,7 @@ class SearchResult:
     def __str__(self) -> str:
         lines = [
             f"{self.num_choices} ways on {self.setup.ranks} ranks, {self.num_planned} of them planned; "
-            f"a rank has {self.limit_nbytes / _GIB:.1f} GiB",
+            f"a rank has {amounts.nbytes(self.limit_nbytes)}",
             *(f"{num} others left out. {reason}" for reason, num in self.left_out),
             "",
         ]
@@ -118,8 +118,8 @@ class SearchResult:
         if self.excluded:
             lines += ["", "Faster, and too large:"]
         for each in self.excluded:
-            over = (each.memory.needed_nbytes - self.limit_nbytes) / _GIB
-            lines += [f"    {each}", f"        {over:.2f} GiB too much"]
+            over = amounts.nbytes(each.memory.needed_nbytes - self.limit_nbytes)
+            lines += [f"    {each}", f"        {over} too much"]
         return "\n".join([*lines, "", self.launch, "", self.program])
 
     def as_dict(self) -> dict[str, Any]:
@@ -374,11 +374,11 @@ class _Search:
                 both = [found] if smallest is None else [smallest, found]
                 smallest = min(both, key=lambda each: each.memory.needed_nbytes)
         assert smallest is not None
-        needed, limit = smallest.memory.needed_nbytes / _GIB, self._limit / _GIB
+        needed = smallest.memory.needed_nbytes
         helping = [*self._helping(smallest.choice)]
         return (
-            f"None of {len(choices)} ways fits into {limit:.2f} GiB. The smallest needs {needed:.2f} GiB, "
-            f"{needed - limit:.2f} GiB too much: {smallest.choice}. "
+            f"None of {len(choices)} ways fits into {amounts.nbytes(self._limit)}. The smallest needs {amounts.nbytes(needed)}, "
+            f"{amounts.nbytes(needed - self._limit)} too much: {smallest.choice}. "
             + (f"It fits with {' or with '.join(helping)}." if helping else _NOTHING_HELPS)
         )
 
@@ -452,17 +452,22 @@ def _thinned(front: Sequence[Candidate]) -> Iterator[Candidate]:
 
 def _reason(candidate: Candidate, first: Candidate) -> str:
     """Say what a way pays that the first does not, and what it gets for that."""
-    slower = candidate.step_s - first.step_s
-    smaller = (first.memory.needed_nbytes - candidate.memory.needed_nbytes) / _GIB
-    memory = f"{abs(smaller):.2f} GiB {'less' if smaller > 0 else 'more'}"
     if candidate is first:
         largest = sorted(first.time, key=lambda part: -part[1])[:3]
-        return "the fastest: " + ", ".join(f"{name} {s:.3f} s" for name, s in largest)
+        return "the fastest: " + ", ".join(f"{name} {amounts.seconds(s)}" for name, s in largest)
+    slower = candidate.step_s - first.step_s
+    more = candidate.memory.needed_nbytes - first.memory.needed_nbytes
+    memory = (
+        f"{amounts.nbytes(abs(more))} {'more' if more > 0 else 'less'}" if more else "same memory"
+    )
     other = dict(first.time)
     differences = [(name, s - other[name]) for name, s in candidate.time]
     differences.sort(key=lambda part: -abs(part[1]))
-    noticed_s = _NOTICED * first.step_s
-    said = [f"{name} {s:+.3f} s" for name, s in differences[:3] if abs(s) >= noticed_s]
-    if slower < noticed_s or not said:
-        return f"as fast as the first, with {memory}"
-    return f"{slower:.3f} s slower: {', '.join(said)}; {memory}"
+    said = ", ".join(
+        f"{name} {'+' if s > 0 else '-'}{amounts.seconds(abs(s))}"
+        for name, s in differences[:3]
+        if abs(s) >= _NOTICED * first.step_s
+    )
+    is_same = slower < _ROUNDED * first.step_s
+    text = "as fast as the first" if is_same else f"{amounts.seconds(slower)} slower"
+    return f"{text}{said and f': {said}'}; {memory}"

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 
 from fullshard.json_files import json_text
+from fullshard.plan.amounts import nanoseconds, nbytes
 from fullshard.tools.advice import stalled, verdict
 from fullshard.tools.config import OptionError
 from fullshard.tools.doctor.findings import counted
@@ -33,7 +34,7 @@ from fullshard.tools.report_data import (
     summary_data,
 )
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.run_record import RunRecord, changed, nanoseconds, nbytes, read_run, runs_in
+from fullshard.tools.run_record import RunRecord, changed, read_run, runs_in
 from fullshard.tools.trace_metrics import HOW
 
 FOLLOW_S = 5  # between two pages of a run that goes on
