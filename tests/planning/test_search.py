@@ -57,6 +57,7 @@ from tests.harness import mesh_of, on_ranks, rank
 from tests.models import Transformer
 
 H100 = machine_named("H100-80GB-SXM")
+ON_8 = TrainingSetup(H100, 8)
 SMALL = TransformerShape(6, 1024, 8, 8, 2816, 8192, 128)
 LARGE = TransformerShape(80, 8192, 64, 8, 28672, 128256, 128)
 _GIB = 1 << 30
@@ -100,6 +101,14 @@ def test_choices_are_all_that_is_possible_and_nothing_else() -> None:
         (lambda: [*SearchSpace((2,), (3,)).choices(8, 4)], "none of them divides the 4"),
         (lambda: SearchSpace((), (1,)), "shard_sizes"),
         (lambda: SearchSpace((2,), (1,), checkpointing=("some",)), "none, selective, full"),
+        (lambda: SearchSpace(8, (1,)), "shard_sizes=8"),
+        (lambda: SearchSpace((8,), ("1",)), "sequences=('1',)"),
+        (lambda: SearchSpace((8,), (1,), (-1,)), "layers_per_unit=(-1,)"),
+        (lambda: [*SearchSpace((8,), (1,), (1,), (5,)).choices(8, 1)], "divides one of (8,)"),
+        *(
+            (lambda limit=limit: search_training(SMALL, ON_8, limit_nbytes=limit), "limit_nbytes")
+            for limit in ("80GiB", 0, -1)
+        ),
     ],
 )
 def test_what_is_no_space_is_refused(make: Callable[[], Any], said: str) -> None:

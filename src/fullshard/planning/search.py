@@ -159,10 +159,14 @@ def search_training(
 
     On a machine that was measured, ways are left out that were not, such as replicas.
 
-    Raises SearchError for an empty space, and NothingFitsError, with the smallest way and what would help.
+    Raises SearchError for an empty space and a limit that is none, and NothingFitsError, with the smallest way and what would help.
     """
     subject = model if isinstance(model, Subject) else Subject(model)
     if limit_nbytes is not None:
+        if type(limit_nbytes) is not int or limit_nbytes < 1:
+            raise SearchError(
+                f"limit_nbytes is {limit_nbytes!r}: expected a whole number of bytes, such as 80 << 30."
+            )
         gpu = dataclasses.replace(setup.machine.gpu, memory_nbytes=limit_nbytes)
         machine = dataclasses.replace(setup.machine, gpu=gpu)
         setup = dataclasses.replace(setup, machine=machine)
