@@ -209,6 +209,8 @@ def test_a_machine_may_be_given_by_its_numbers() -> None:
         (("--shape", f"{SHAPE},depth=3", *ON_8), "--shape depth=3: sizes are layers"),
         (("--shape", f"{SHAPE},layers=5", *ON_8), "--shape layers=5: layers is given twice"),
         (("--shape", f"{SHAPE},tied=1", *ON_8), "expected yes or no"),
+        (("--shape", "layers=1000000000,hidden=64,heads=4,vocab=9", *ON_8), "at most 10,000"),
+        (("8b", *GPU, "--ranks", "8000000000"), "at most 1,000,000"),
         (("--shape", "layers=x", *ON_8), "--shape layers=x: expected a whole number"),
         (("--shape", "layers=1,hidden=10,heads=3,vocab=9", *ON_8), "Give head-dim"),
         (

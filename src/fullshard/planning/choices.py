@@ -144,8 +144,10 @@ def default_space(setup: TrainingSetup, workload: Workload, *, takes_batch: bool
     workload: with units of one layer. takes_batch: whether the micro-batch can be chosen.
     """
     ranks, per_host, num_layers = setup.ranks, setup.machine.per_host, len(layers_of(workload))
-    shards = [n for n in _divisors(ranks) if n % per_host == 0 or per_host % n == 0]
-    sequences = [n for n in _divisors(setup.batch * setup.accumulation) if n <= _MOST_SEQUENCES]
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    shards = [n for n in divisors if n % per_host == 0 or per_host % n == 0]
+    in_all = setup.batch * setup.accumulation
+    sequences = [n for n in range(1, _MOST_SEQUENCES + 1) if in_all % n == 0]
     has_units = len(workload.units) > 1
     groups = [n for n in (2, 4, 8) if 2 * n <= num_layers]
     return SearchSpace(
@@ -156,10 +158,6 @@ def default_space(setup: TrainingSetup, workload: Workload, *, takes_batch: bool
         checkpointing=CHECKPOINTING if has_units else ("none",),
         offload=("none", "optimizer"),
     )
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 # Units of several layers

@@ -22,6 +22,7 @@ from fullshard.policies import MixedPrecisionPolicy
 
 CHECKPOINTING = ("none", "selective", "full")
 OFFLOADS = ("none", "params", "optimizer")
+_MOST_RANKS = 1_000_000
 ATTENTIONS = ("sdpa", "flash", "cudnn", "triton")
 
 
@@ -135,6 +136,8 @@ class TrainingSetup:
 
     def _check_ranks(self) -> None:
         per_host, shards = self.machine.per_host, self.shard_size
+        if self.ranks > _MOST_RANKS:
+            raise SetupError(f"{self.ranks} ranks: plans are of at most {_MOST_RANKS:,}.")
         if self.is_home and self.ranks != per_host:
             raise SetupError(
                 f"{self.ranks} ranks, and the machine was measured with {per_host}. Measure again: fullshard plan "
