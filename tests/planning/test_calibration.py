@@ -190,7 +190,7 @@ def test_a_damaged_file_is_refused_by_its_name(
 ) -> None:
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(dataclasses.asdict(_figures(workload)) | change))
-    with pytest.raises(CalibrationError, match=r"machine\.json .* --calibrate --ranks 4"):
+    with pytest.raises(CalibrationError, match=r"machine\.json: .* --calibrate --ranks 4"):
         read_machine(path, 4)
 
 

@@ -248,6 +248,8 @@ def test_a_machine_may_be_given_by_its_numbers() -> None:
         (("tiny", *ON_8, "--optimizer", "adafactor", "--fused"), "no fused adafactor"),
         (("--shape", SHAPE, "--loss", "planned_program:loss", *ON_8), "a shape has no module"),
         (("json:dumps", *ON_8), "is called without arguments"),
+        (("--shape", SHAPE, *ON_8, "--page", "/proc/no/page.html"), "with --page"),
+        (("--shape", SHAPE, *ON_8, "--out", "-"), "--out -: give the name"),
         (("--runs", "runs.csv"), "--runs and --out belong together"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -165,7 +165,7 @@ def read_machine(path: Path, ranks: int) -> MachineFigures:
 
     def refuse(why: str) -> CalibrationError:
         return CalibrationError(
-            f"{path} {why}. Measure: fullshard plan MODEL --calibrate --ranks {ranks} --out {path}"
+            f"{path}: {why}. Measure: fullshard plan MODEL --calibrate --ranks {ranks} --out {path}"
         )
 
     return read_json(path, MachineFigures, refuse)

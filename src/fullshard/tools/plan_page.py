@@ -113,8 +113,9 @@ def write_plan_page(
     """Write the page of a plan, and `trace.json` beside it. Raises OptionError where they cannot be written."""
     trace_file = out.with_name("trace.json")
     data, more = plan_data(plan, alternatives)
-    write_file(out, render("report.html", data, **more))
-    write_file(trace_file, json.dumps(chrome_trace(_traces(plan)), separators=(",", ":")))
+    write_file(out, render("report.html", data, **more), option="--page")
+    trace = json.dumps(chrome_trace(_traces(plan)), separators=(",", ":"))
+    write_file(trace_file, trace, option="--page")
     return Written(out, trace_file)
 
 

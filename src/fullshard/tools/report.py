@@ -6,6 +6,7 @@ RUN (tools/run_record.py)
 RUN/report.html, RUN/trace.json, or Markdown, or lines on a terminal
 """
 
+import contextlib
 import json
 import math
 import sys
@@ -70,19 +71,23 @@ def write_report(path: Path, out: Path | None = None, *, refresh_s: int | None =
     return Written(page, trace)
 
 
-def write_file(path: Path, text: str) -> None:
+def write_file(path: Path, text: str, *, option: str = "--out") -> None:
     """Write a file that appears when it is complete: a browser may be loading the one before.
 
-    Raises OptionError where it cannot be written.
+    option: that named it. Raises OptionError where it cannot be written.
     """
+    if str(path) == "-":
+        raise OptionError(f"{option} -: give the name of a file.")
     partial = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise OptionError(
-            f"{path}: cannot be written ({error.strerror}). Name another file with --out."
+            f"{path}: cannot be written ({error.strerror}). Name another file with {option}."
         ) from error
 
 
