@@ -386,6 +386,7 @@ def test_what_was_measured_here_is_planned_with(tmp_path: Path) -> None:
     ("words", "what"),
     [
         (("--calibrate", *ON_8), "--calibrate"),
+        (("--calibrate", "--search", "--reshard", "2"), "--reshard"),
         (("--calibrate", "--out", "figures"), ".json"),
         (("--calibrate", "--out", "/proc/no/figures.json"), "folder"),
         (("--gpu", "this", "--ranks", "977"), "--ranks 977"),
