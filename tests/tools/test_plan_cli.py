@@ -185,7 +185,8 @@ def test_a_machine_may_be_given_by_its_numbers() -> None:
         (("8b", *ON_8, "--per-host", "0"), "--per-host 0: must be at least 1"),
         (("8b", *ON_8, "--dtype", "fp8"), "--dtype fp8: choose from fp32, bf16, fp16"),
         (("8b", *ON_8, "--param-dtype", "int8"), "--param-dtype int8"),
-        (("8b", *ON_8, "--reshard", "maybe"), "expected yes, no, or the size"),
+        (("8b", *ON_8, "--reshard", "3"), "must be a factor of 8"),
+        (("8b", *ON_8, "--reshard", "maybe"), "expected no, yes, or the size"),
         (("tiny", *ON_8, "--unsharded", "layers.7"), "Units are model.layers.0"),
         (("tiny", *ON_8, "--units", "blocks"), "has no module blocks"),
         (("9b", *ON_8), "9b: is no size (tiny, 10m"),
@@ -195,6 +196,8 @@ def test_a_machine_may_be_given_by_its_numbers() -> None:
         (("--shape", f"{SHAPE},depth=3", *ON_8), "--shape depth=3: sizes are layers"),
         (("--shape", f"{SHAPE},layers=5", *ON_8), "--shape layers=5: layers is given twice"),
         (("--shape", f"{SHAPE},tied=1", *ON_8), "expected yes or no"),
+        (("--shape", "layers=1000000000,hidden=64,heads=4,vocab=9", *ON_8), "at most 10,000"),
+        (("8b", *GPU, "--ranks", "8000000000"), "at most 1,000,000"),
         (("--shape", "layers=x", *ON_8), "--shape layers=x: expected a whole number"),
         (("--shape", "layers=1,hidden=10,heads=3,vocab=9", *ON_8), "Give head-dim"),
         (
@@ -220,6 +223,8 @@ def test_a_machine_may_be_given_by_its_numbers() -> None:
         (("8b", *ON_8, "--keep-unsharded", "4GiB", "--search"), "--keep-unsharded with --search"),
         (("tiny", *ON_8, "--unsharded", ""), "--unsharded '': a name is empty"),
         (("tiny", *ON_8, "--units", "a,"), "--units 'a,': a name is empty"),
+        (("--shape", SHAPE, *ON_8, "--page", "/proc/no/page.html"), "with --page"),
+        (("--shape", SHAPE, *ON_8, "--out", "-"), "--out -: give the name"),
         (("--runs", "runs.csv"), "--runs and --out belong together"),
         (("--runs", "runs.csv", "--page", "page.html"), "--runs and --out belong together"),
     ],
@@ -283,20 +288,31 @@ def test_options_are_checked_without_torch() -> None:
         PlanOptions("8b", shard_size=0)
 
 
-SEARCHED = ("--shape", SHAPE.replace("layers=4", "layers=2"), *ON_8, "--batch", "2", "--search")
+TYPED = ("--shape", SHAPE, *ON_8, "--per-host", "4", "--batch", "2", "--seq", "512")
+SEARCHED = (*TYPED, "--search")
 
 
-def test_a_search_prints_a_program_and_how_to_start_it() -> None:
+def test_a_search_prints_a_program_and_ways_that_can_be_typed() -> None:
     done = called(*SEARCHED, "--json")
     assert done.exit_code == Exit.OK
     found = json.loads(done.stdout)
-    assert found["launch"] == "torchrun --nproc-per-node 8 train.py"
+    assert found["launch"].startswith("torchrun --nnodes 2 --nproc-per-node 4 ")
     compile(found["program"], "printed", "exec")
     best = found["best"]
     assert [each["step_s"] for each in best] == sorted(each["step_s"] for each in best)
     # The batch of a step stays what it was.
     assert {each["sequences"] * each["num_microbatches"] for each in best} == {2}
     assert found["program"] in called(*SEARCHED).stdout
+    of_one = [each for each in found["front"] if each["layers_per_unit"] == 1]
+    ways = {str(each["reshard_after_forward"]): each for each in of_one if not each["fills"]}
+    assert {*ways} == {"False", "4"}
+    for reshard, way in ways.items():
+        words = {"--reshard": {"False": "no"}.get(reshard, reshard), "--batch": way["sequences"]}
+        words |= {"--grad-accum": way["num_microbatches"], "--offload": way["offload"]}
+        words |= {"--checkpointing": way["checkpointing"]}
+        typed = [str(word) for pair in words.items() for word in pair]
+        plan = json.loads(called(*TYPED, *typed, "--json").stdout)
+        assert plan["time"]["step_s"] == pytest.approx(way["step_s"])
 
 
 def test_a_search_chooses_what_is_not_given() -> None:
@@ -346,6 +362,7 @@ def test_what_was_measured_here_is_planned_with(tmp_path: Path) -> None:
     ("words", "what"),
     [
         (("--calibrate", *ON_8), "--calibrate"),
+        (("--calibrate", "--search", "--reshard", "2"), "--reshard"),
         (("--calibrate", "--out", "figures"), ".json"),
         (("--calibrate", "--out", "/proc/no/figures.json"), "folder"),
         (("--gpu", "this", "--ranks", "977"), "--ranks 977"),

@@ -88,7 +88,8 @@ def keep_unsharded(
     Not chosen are units that are read in place, which need no gather, and those that ranks may skip.
 
     Raises ShardingError for a budget that holds no unit, with what it takes, for a model that is not sharded or is a
-    part of one, and for a trace of another model; StateError for one in which units stayed; MisuseError in a pass.
+    part of one, and for a trace of another model; StateError for one in which units stayed; MisuseError
+    within a forward or a backward.
     """
     root = _root_of(model)
     if type(nbytes) is not int:

@@ -23,6 +23,7 @@ from fullshard.errors import FullshardError
 from fullshard.json_files import json_text, read_json
 from fullshard.plan.actions import Action, ActionKind
 from fullshard.plan.step import PlannedStep
+from fullshard.plan.units import first_names
 from fullshard.plan.workload import Work, WorkKind, Workload, WorkloadUnit
 from fullshard.planning.costs import Constants, CostError
 from fullshard.planning.kernels import dtype_name
@@ -164,7 +165,7 @@ def read_machine(path: Path, ranks: int) -> MachineFigures:
 
     def refuse(why: str) -> CalibrationError:
         return CalibrationError(
-            f"{path} {why}. Measure: fullshard plan MODEL --calibrate --ranks {ranks} --out {path}"
+            f"{path}: {why}. Measure: fullshard plan MODEL --calibrate --ranks {ranks} --out {path}"
         )
 
     return read_json(path, MachineFigures, refuse)
@@ -251,13 +252,26 @@ class CalibratedCosts:
         return work.count * self._known[one]
 
     def _between(self, work: Work) -> float:
-        for key in _keys(work):
-            if (points := self._curves.get(key)) is not None:
-                return at_size(points, _size(work))
-        raise CostError(
-            f"The machine's file has no kernel like {work.name or work.kind.value} in {work.dtype}. Measure again with "
-            "this model: fullshard plan MODEL --calibrate."
-        )
+        self.check([work])
+        return at_size(self._curve(work), _size(work))
+
+    def _curve(self, work: Work) -> Sequence[Point]:
+        """Return what kernels like this one took; of one without a name, the others of its kind tell how fast it is."""
+        keys = _keys(work)[: 1 if work.name else None]
+        return next((self._curves[key] for key in keys if key in self._curves), ())
+
+    def check(self, works: Iterable[Work]) -> None:
+        """Raise CostError, which names them, for kernels of which none was measured in any size."""
+        missing = {
+            " in ".join(filter(None, (w.name or w.kind.value, w.dtype)))
+            for w in works
+            if not self._curve(w)
+        }
+        if missing:
+            raise CostError(
+                f"The machine's file has no {first_names(sorted(missing), 4)}. Measure this model too, which adds to the file: "
+                f"fullshard plan MODEL --calibrate --ranks {self.machine.per_host}, with its --out."
+            )
 
     def durations(
         self, step: PlannedStep, workload: Workload, trained_numel: int
@@ -345,7 +359,7 @@ class _Story:
         if not nbytes or key not in self._waiting:
             self._waiting.add(key)
             return 0.0
-        add = Work(WorkKind.MEMORY, 0.0, 3.0 * nbytes, dtype="float32", name="add_")
+        add = Work(WorkKind.MEMORY, 0.0, 3.0 * nbytes, dtype="float32")
         return self._costs.work_seconds(add)
 
     def _hooks(self, action: Action) -> float:

@@ -7,9 +7,10 @@ units from that of single layers, so a model is traced once for all of them.
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fullshard.errors import FullshardError
+from fullshard.json_files import LARGEST
 from fullshard.plan.workload import Enter, Event, Leave, Run, Workload, WorkloadUnit
 from fullshard.planning.setup import CHECKPOINTING, OFFLOADS, TrainingSetup
 
@@ -68,7 +69,7 @@ class Choice(NamedTuple):
 class SearchSpace:
     """What is searched: every combination that is possible. Raises SearchError for one that is empty.
 
-    shard_sizes: that divide the ranks; what is left over are replicas. layers_per_unit: see `Choice`.
+    shard_sizes: that divide the ranks; what is left over are replicas. layers_per_unit: 0 makes the model one unit.
     reshard_after_forward: True, False, sizes of smaller groups. fills: also units that stay unsharded as far as
     memory goes. checkpointing, offload: as in `TrainingSetup`.
     sequences: of micro-batches; those that divide a rank's part of the batch.
@@ -83,19 +84,17 @@ class SearchSpace:
     offload: tuple[str, ...] = ("none",)
 
     def __post_init__(self) -> None:
-        for name in ("shard_sizes", "sequences", "layers_per_unit", "reshard_after_forward"):
-            values = getattr(self, name)
-            least = 0 if name in ("layers_per_unit", "reshard_after_forward") else 1
-            if not values or any(value < least for value in values):
-                raise SearchError(
-                    f"SearchSpace({name}={values}): expected one or more numbers, each at least {least}."
-                )
-        for name, known in (("checkpointing", CHECKPOINTING), ("offload", OFFLOADS)):
-            values = getattr(self, name)
-            if not values or {*values} - {*known}:
-                raise SearchError(
-                    f"SearchSpace({name}={values}): expected some of {', '.join(known)}."
-                )
+        sizes, from_zero = range(1, LARGEST), range(LARGEST)
+        for name, known in (
+            *(("shard_sizes", sizes), ("sequences", sizes)),
+            *(("layers_per_unit", from_zero), ("reshard_after_forward", from_zero)),
+            *(("checkpointing", CHECKPOINTING), ("offload", OFFLOADS)),
+        ):
+            values: Any = getattr(self, name)
+            is_several, kind = isinstance(values, tuple | list) and values, type(known[0])
+            if not is_several or not all(isinstance(n, kind) and n in known for n in values):
+                some = f"numbers from {known[0]}" if isinstance(known, range) else ", ".join(known)
+                raise SearchError(f"SearchSpace({name}={values!r}): expected a tuple of {some}.")
 
     def choices(self, ranks: int, per_rank: int) -> Iterator[Choice]:
         """Yield all that is possible, in order. per_rank: sequences that a rank has in a step."""
@@ -107,6 +106,13 @@ class SearchSpace:
             raise SearchError(
                 f"Micro-batches of {self.sequences} sequences: none of them divides the {per_rank} that a rank has in a "
                 "step."
+            )
+        if not any(
+            [*self._resharding(n, k)] for n in self.shard_sizes for k in self.layers_per_unit
+        ):
+            raise SearchError(
+                f"reshard_after_forward of {self.reshard_after_forward}: none is True, False, or a size of groups that "
+                f"divides one of {self.shard_sizes} shards."
             )
         for shards, layers, checkpointing, offload, each in itertools.product(
             *(self.shard_sizes, self.layers_per_unit, self.checkpointing, self.offload, sequences)
@@ -138,8 +144,10 @@ def default_space(setup: TrainingSetup, workload: Workload, *, takes_batch: bool
     workload: with units of one layer. takes_batch: whether the micro-batch can be chosen.
     """
     ranks, per_host, num_layers = setup.ranks, setup.machine.per_host, len(layers_of(workload))
-    shards = [n for n in _divisors(ranks) if n % per_host == 0 or per_host % n == 0]
-    sequences = [n for n in _divisors(setup.batch * setup.accumulation) if n <= _MOST_SEQUENCES]
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    shards = [n for n in divisors if n % per_host == 0 or per_host % n == 0]
+    in_all = setup.batch * setup.accumulation
+    sequences = [n for n in range(1, _MOST_SEQUENCES + 1) if in_all % n == 0]
     has_units = len(workload.units) > 1
     groups = [n for n in (2, 4, 8) if 2 * n <= num_layers]
     return SearchSpace(
@@ -150,10 +158,6 @@ def default_space(setup: TrainingSetup, workload: Workload, *, takes_batch: bool
         checkpointing=CHECKPOINTING if has_units else ("none",),
         offload=("none", "optimizer"),
     )
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 # Units of several layers

@@ -29,8 +29,10 @@ def program_of(
     options = f"mp_policy=MixedPrecisionPolicy({policy.param_dtype}, {policy.reduce_dtype})"
     if choice.offload != "none":
         options += f", offload_policy={_OFFLOADS[choice.offload]}"
+    num = len(unsharded)
+    kept = f"; {num} unit{'s' if num > 1 else ''} whole after forward" if num else ""
     lines = [
-        f"# {choice}" + (f"; {len(unsharded)} units stay whole after forward" if unsharded else ""),
+        f"# {choice}{kept}",
         "import torch",
         "from torch.distributed.device_mesh import init_device_mesh",
         "",
@@ -118,7 +120,7 @@ def _backward(choice: Choice, setup: TrainingSetup) -> Iterator[str]:
     puts_off = setup.sums_replicas_last and choice.replicate_size > 1
     option = "requires_all_reduce" if choice.reduces_each else "requires_gradient_sync"
     yield "def backward(model, micro_batches, loss_of):"
-    yield f"    # {num} of {choice.sequences} sequences on each rank; the optimizer's step follows"
+    yield f"    # each rank has {num} a step, of {choice.sequences} sequences each; the optimizer's step follows"
     if num > 1 and (puts_off or not choice.reduces_each):
         yield "    for number, batch in enumerate(micro_batches, 1):"
         yield f"        model.set_{option}(number == {num})"

@@ -42,6 +42,7 @@ from fullshard.planning.shapes import (
     Kernels,
     MicroBatch,
     Parts,
+    ShapeError,
     TransformerShape,
     shape_workload,
 )
@@ -609,7 +610,7 @@ def predict_runs(source: Path, out: Path) -> RunsSummary:
         name = row.get("id") or str(number + 1)
         try:
             found = predict_row(row)
-        except UnsupportedRowError as error:
+        except (UnsupportedRowError, ShapeError) as error:
             unsupported[name] = str(error)
             written.append({"id": name, "reason": str(error)})
             continue

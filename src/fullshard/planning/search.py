@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
+from fullshard.plan import amounts
 from fullshard.plan.actions import ActionKind
 from fullshard.plan.keeping import choose_kept
 from fullshard.plan.unit_plan import plan_unit
@@ -36,12 +37,10 @@ from fullshard.planning.setup import OFFLOADS, TrainingSetup
 from fullshard.planning.subject import Model, Subject
 from fullshard.planning.training import MemoryPlan, context_nbytes, plan_steps
 
-_MIB, _GIB = 1 << 20, 1 << 30
-_SHORT_S = 0.1
 _NUM_BEST = 10
 _NUM_EXCLUDED, _MOST_TRIED = 5, 20
 _CLEARLY_LESS = 0.95
-_NOTICED = 1e-3  # of a step
+_NOTICED, _ROUNDED = 1e-3, 1e-9  # of a step: what a difference is worth saying, and what is none
 _NEAR = 2  # times the memory: what needs more attracts nobody
 
 
@@ -60,14 +59,14 @@ class Candidate:
     memory: MemoryPlan
 
     def __str__(self) -> str:
-        kept = f" ({len(self.unsharded)} units kept)" if self.unsharded else ""
-        memory, (scale, unit) = self.memory, _time_unit(self.step_s)
+        num, memory = len(self.unsharded), self.memory
+        kept = f" ({num} unit{'s' if num > 1 else ''} kept)" if num else ""
         on_host = (
-            f"; {_size(memory.host_nbytes)} of host memory, {_size(memory.per_host_nbytes)} on a host"
+            f"; {amounts.nbytes(memory.host_nbytes)} of host memory, {amounts.nbytes(memory.per_host_nbytes)} on a host"
             if memory.host_nbytes
             else ""
         )
-        return f"{scale * self.step_s:8.3f} {unit} {_size(memory.needed_nbytes):>11}  {self.choice}{kept}{on_host}"
+        return f"{amounts.seconds(self.step_s):>9} {amounts.nbytes(memory.needed_nbytes):>9}  {self.choice}{kept}{on_host}"
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -108,7 +107,7 @@ class SearchResult:
     def __str__(self) -> str:
         lines = [
             f"{self.num_choices} ways on {self.setup.ranks} ranks, {self.num_planned} of them planned; "
-            f"a rank has {_size(self.limit_nbytes)}",
+            f"a rank has {amounts.nbytes(self.limit_nbytes)}",
             *(f"{num} others left out. {reason}" for reason, num in self.left_out),
             "",
         ]
@@ -119,8 +118,8 @@ class SearchResult:
         if self.excluded:
             lines += ["", "Faster, and too large:"]
         for each in self.excluded:
-            over_nbytes = each.memory.needed_nbytes - self.limit_nbytes
-            lines += [f"    {each}", f"        {_size(over_nbytes)} too much"]
+            over = amounts.nbytes(each.memory.needed_nbytes - self.limit_nbytes)
+            lines += [f"    {each}", f"        {over} too much"]
         return "\n".join([*lines, "", self.launch, "", self.program])
 
     def as_dict(self) -> dict[str, Any]:
@@ -160,7 +159,7 @@ def search_training(
 
     On a machine that was measured, ways are left out that were not, such as replicas.
 
-    Raises SearchError for an empty space, and NothingFitsError, with the smallest way and what would help.
+    Raises SearchError for an empty space and a limit that is none, and NothingFitsError, with the smallest way and what would help.
     """
     subject = model if isinstance(model, Subject) else Subject(model)
     if not all(isinstance(unit, str) for unit in subject.units or ()):
@@ -168,6 +167,10 @@ def search_training(
             "A search joins layers to units itself. Name each module alone: units=('layers.0', 'layers.1', ...)."
         )
     if limit_nbytes is not None:
+        if type(limit_nbytes) is not int or limit_nbytes < 1:
+            raise SearchError(
+                f"limit_nbytes is {limit_nbytes!r}: expected a whole number of bytes, such as 80 << 30."
+            )
         gpu = dataclasses.replace(setup.machine.gpu, memory_nbytes=limit_nbytes)
         machine = dataclasses.replace(setup.machine, gpu=gpu)
         setup = dataclasses.replace(setup, machine=machine)
@@ -379,11 +382,11 @@ class _Search:
                 both = [found] if smallest is None else [smallest, found]
                 smallest = min(both, key=lambda each: each.memory.needed_nbytes)
         assert smallest is not None
-        needed_nbytes = smallest.memory.needed_nbytes
+        needed = smallest.memory.needed_nbytes
         helping = [*self._helping(smallest.choice)]
         return (
-            f"None of {len(choices)} ways fits into {_size(self._limit)}. The smallest needs {_size(needed_nbytes)}, "
-            f"{_size(needed_nbytes - self._limit)} too much: {smallest.choice}. "
+            f"None of {len(choices)} ways fits into {amounts.nbytes(self._limit)}. The smallest needs {amounts.nbytes(needed)}, "
+            f"{amounts.nbytes(needed - self._limit)} too much: {smallest.choice}. "
             + (f"It fits with {' or with '.join(helping)}." if helping else _NOTHING_HELPS)
         )
 
@@ -457,27 +460,22 @@ def _thinned(front: Sequence[Candidate]) -> Iterator[Candidate]:
 
 def _reason(candidate: Candidate, first: Candidate) -> str:
     """Say what a way pays that the first does not, and what it gets for that."""
-    slower_s = candidate.step_s - first.step_s
-    saved_nbytes = first.memory.needed_nbytes - candidate.memory.needed_nbytes
-    memory = f"{_size(abs(saved_nbytes))} {'less' if saved_nbytes > 0 else 'more'}"
-    scale, unit = _time_unit(first.step_s)
     if candidate is first:
         largest = sorted(first.time, key=lambda part: -part[1])[:3]
-        return "the fastest: " + ", ".join(f"{n} {scale * s:.3f} {unit}" for n, s in largest)
+        return "the fastest: " + ", ".join(f"{name} {amounts.seconds(s)}" for name, s in largest)
+    slower = candidate.step_s - first.step_s
+    more = candidate.memory.needed_nbytes - first.memory.needed_nbytes
+    memory = (
+        f"{amounts.nbytes(abs(more))} {'more' if more > 0 else 'less'}" if more else "same memory"
+    )
     other = dict(first.time)
     differences = [(name, s - other[name]) for name, s in candidate.time]
     differences.sort(key=lambda part: -abs(part[1]))
-    noticed_s = _NOTICED * first.step_s
-    said = [f"{name} {scale * s:+.3f} {unit}" for name, s in differences[:3] if abs(s) >= noticed_s]
-    if slower_s < noticed_s or not said:
-        return f"as fast as the first, with {memory}"
-    return f"{scale * slower_s:.3f} {unit} slower: {', '.join(said)}; {memory}"
-
-
-def _time_unit(step_s: float) -> tuple[float, str]:
-    """Return in which unit steps of this size are written, and how many of it a second has."""
-    return (1.0, "s") if step_s >= _SHORT_S else (1e3, "ms")
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / _GIB:.2f} GiB" if nbytes >= _GIB else f"{nbytes / _MIB:.2f} MiB"
+    said = ", ".join(
+        f"{name} {'+' if s > 0 else '-'}{amounts.seconds(abs(s))}"
+        for name, s in differences[:3]
+        if abs(s) >= _NOTICED * first.step_s
+    )
+    is_same = slower < _ROUNDED * first.step_s
+    text = "as fast as the first" if is_same else f"{amounts.seconds(slower)} slower"
+    return f"{text}{said and f': {said}'}; {memory}"

@@ -22,6 +22,7 @@ from fullshard.policies import MixedPrecisionPolicy
 
 CHECKPOINTING = ("none", "selective", "full")
 OFFLOADS = ("none", "params", "optimizer")
+_MOST_RANKS = 1_000_000
 ATTENTIONS = ("sdpa", "flash", "cudnn", "triton")
 
 
@@ -137,6 +138,8 @@ class TrainingSetup:
 
     def _check_ranks(self) -> None:
         per_host, shards = self.machine.per_host, self.shard_size
+        if self.ranks > _MOST_RANKS:
+            raise SetupError(f"{self.ranks} ranks: plans are of at most {_MOST_RANKS:,}.")
         if self.is_home and self.ranks != per_host:
             raise SetupError(
                 f"{self.ranks} ranks, and the machine was measured with {per_host}. Measure again: fullshard plan "
@@ -240,13 +243,15 @@ class TrainingSetup:
             return Costs(self.machine, self.manner(workload))
         self._check_measured()
         stored = trained_dtype(workload)
-        return CalibratedCosts(
+        costs = CalibratedCosts(
             self.machine,
             way=self.way.name,
             dtypes=(self.precision.param_dtype or stored, stored),
             optimizer=self.optimizer + (" fused" if self.is_fused else ""),
             shard_size=self.shards,
         )
+        costs.check(w for s in workload.stretches for w in (*s.forward, *s.recomputed, *s.backward))
+        return costs
 
     def _check_measured(self) -> None:
         """Raise CostError for what no calibration measures."""

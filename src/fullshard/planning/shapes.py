@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from fullshard.errors import FullshardError
 from fullshard.plan.layout import ParamSpec
 from fullshard.plan.workload import (
     Enter,
@@ -42,9 +43,16 @@ class Experts:
     num_dense_layers: int = 0
 
 
+_MOST_LAYERS = 10_000  # a plan goes through all of them, many times
+
+
+class ShapeError(FullshardError, ValueError):
+    """Sizes of which no plan is made."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TransformerShape:
-    """Sizes of a decoder.
+    """Sizes of a decoder. Raises ShapeError for too many layers.
 
     gated_mlp: three matrices in the MLP (SwiGLU); else two (GELU). kv_lora_rank: of multi-head latent attention, 0
     without it; its heads then have 64 dims more for rotary positions, which all of them share in keys.
@@ -61,6 +69,10 @@ class TransformerShape:
     gated_mlp: bool = True
     kv_lora_rank: int = 0
     experts: Experts | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_layers > _MOST_LAYERS:
+            raise ShapeError(f"{self.num_layers} layers: plans are of at most {_MOST_LAYERS:,}.")
 
     @property
     def num_params(self) -> int:

@@ -24,6 +24,8 @@ from fullshard.planning.traced import Example, TraceOptions, Units, record_pass
 
 _NUM_WARM_UP = 2
 _LEAST_PASSES = 4
+LEAST_PASSES = 2 * (_NUM_WARM_UP + _LEAST_PASSES)
+"""Passes that are made, with and without a stopwatch, however long they take."""
 
 T = TypeVar("T")
 # Returns the largest of all ranks' numbers, when all have come.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fullshard.plan import amounts
 from fullshard.plan.actions import ActionKind, Holding, Lane
 from fullshard.plan.workload import Leave, Run, WorkKind, Workload
 from fullshard.planning.alternatives import alternatives
@@ -93,9 +94,9 @@ class KeepingPlan:
     def __str__(self) -> str:
         if not self.units:
             return "no unit, as none is gathered again"
-        amounts = " of ".join(f"{n / _GIB:.2f}" for n in (self.nbytes, self.budget_nbytes))
         return (
-            f"{len(self.units)}, {_ends(self.units)}; {amounts} GiB; a step takes {abs(self.saved_s) * 1e3:,.2f} ms "
+            f"{len(self.units)}, {_ends(self.units)}; {amounts.nbytes(self.nbytes)} of {amounts.nbytes(self.budget_nbytes)}; "
+            f"a step takes {amounts.seconds(abs(self.saved_s))} "
             f"{'less' if self.saved_s >= 0 else 'more'}"
         )
 

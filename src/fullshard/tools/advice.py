@@ -10,11 +10,12 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from fullshard.plan.amounts import nanoseconds, nbytes
 from fullshard.plan.trace import Kind
 from fullshard.tools import trace_metrics as metrics
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.doctor.findings import counted
-from fullshard.tools.run_record import RunRecord, nanoseconds, nbytes, not_finite
+from fullshard.tools.run_record import RunRecord, not_finite
 from fullshard.tools.waiting import Straggler, straggler
 
 _MOST = 3  # more are not read

@@ -7,9 +7,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from fullshard.plan.amounts import nanoseconds, nbytes
 from fullshard.plan.trace import CATEGORIES, TEMPORARY, Kind, RankTrace
 from fullshard.tools.doctor.findings import counted
-from fullshard.tools.run_record import changed, nanoseconds, nbytes
+from fullshard.tools.run_record import changed
 from fullshard.tools.trace_metrics import (
     GATHER_KINDS,
     HOW,

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard.errors import FullshardError, LaunchError
 from fullshard.local_ranks import num_cores
+from fullshard.plan.amounts import seconds as seconds_text
 from fullshard.plan.ways import GLOO, PEER_MEMORY
 from fullshard.plan.workload import Work, Workload
 from fullshard.planning.calibration import (
@@ -45,7 +46,7 @@ from fullshard.planning.calibration import (
     read_machine,
 )
 from fullshard.planning.setup import OPTIMIZERS, trained_dtype
-from fullshard.planning.stopwatch import time_passes, typical
+from fullshard.planning.stopwatch import LEAST_PASSES, time_passes, typical
 from fullshard.planning.traced import Example, TraceOptions, Units
 from fullshard.tools.config import OptionError
 from fullshard.tools.plan_options import PlanOptions
@@ -57,6 +58,8 @@ _UNIT_NUMELS = (1 << 10, 1 << 16, 1 << 19, 3 << 20, 1 << 23)
 _NUM_PARAMS = 16  # of a unit that shows what a parameter takes
 _OPTIMIZER_NUMELS = (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
 _OPTIMIZER_TOTAL = 6 << 20  # elements that one step goes over, so that no cache holds them
+_LONG_S = 60
+_PRODUCT = 512  # the size of one that shows a rate
 _NUM_STEPS, _NUM_WARM_UP = 8, 3
 _NUM_UNITS = 6
 _NUM_TRIALS = 4 + 2 * len(_UNIT_NUMELS)  # that `_engine` makes
@@ -206,7 +209,9 @@ def measure(
     def say(what: str) -> None:
         tell(next(done), total, what)
 
-    say("kernels")
+    kernels_s = max(seconds, _least_s(model.workload, computes))
+    less = "; smaller --batch and --seq take less" if kernels_s > _LONG_S else ""
+    say(f"kernels, for at least {seconds_text(kernels_s)}{less}")
     kernels, kernel_s = measure_kernels(model, seconds)
     before = fullshard.set_default_comm(comm)
     try:
@@ -222,6 +227,16 @@ def measure(
         engine={engine_key(trial.way.name, computes, stored): engine},
         optimizers=steps,
     )
+
+
+def _least_s(workload: Workload, dtype: torch.dtype) -> float:
+    """Return about how long the fewest passes of a model take, by its FLOPs and the rate of a product here."""
+    x, times = torch.ones(_PRODUCT, _PRODUCT, dtype=dtype, device="cpu"), []
+    for _ in range(3):
+        start = time.perf_counter()
+        x @ x
+        times.append(time.perf_counter() - start)
+    return LEAST_PASSES * min(times) * workload.model_flops / (2 * _PRODUCT**3)
 
 
 def _figures(**measured: Any) -> MachineFigures:

@@ -108,14 +108,16 @@ def plan(
                 runs, out, is_alone=not (model or page or calibrate or search or as_json or others)
             )
             return
+        chosen = PlanOptions(model=model, **options)
+        if search:
+            _check_searched(chosen)
         if calibrate:
             from fullshard.tools.calibrate import calibrate as measured  # torch
 
             say_starting()
-            options["gpu"] = str(measured(PlanOptions(model=model, **options), out))
+            chosen = dataclasses.replace(chosen, gpu=str(measured(chosen, out)))
             out = None
         with Console(stderr=True).status("starting ...") as status:  # on a terminal
-            chosen = PlanOptions(model=model, **options)
             made = (_searched if search else _planned)(chosen, status.update)
         _write(made, out, page)
     except FullshardError as error:
@@ -168,12 +170,16 @@ _SEARCHED = (
 )
 
 
-def _searched(options: PlanOptions, progress: Callable[[str], None]) -> _Made:
-    """Search as the options say; say why if nothing fits."""
+def _check_searched(options: PlanOptions) -> None:
+    """Raise OptionError for what a search chooses."""
     for field in dataclasses.fields(options):
         if field.name in _SEARCHED and getattr(options, field.name) != field.default:
             name = field.name.replace("_", "-")
             raise OptionError(f"--{name} with --search, which chooses it: leave one of them out.")
+
+
+def _searched(options: PlanOptions, progress: Callable[[str], None]) -> _Made:
+    """Search as the options say; say why if nothing fits."""
     setup = options.setup()
     from fullshard.planning.choices import NothingFitsError  # torch
     from fullshard.planning.search import search_training

@@ -123,8 +123,8 @@ class PlanOptions:
     )
     reshard: str = _training(
         "",
-        "After forward: yes, no, or the size of a smaller group. Default: yes, but for the root.",
-        metavar="yes|no|N",
+        "After forward: no, yes, or the size of a smaller group, but for the root, which stays. Default: yes.",
+        metavar="no|yes|N",
     )
     unsharded: str | None = _training(
         None, "Units that stay unsharded after forward.", metavar="PATH,..."
@@ -263,7 +263,7 @@ class PlanOptions:
         from fullshard.planning.setup import TrainingSetup
         from fullshard.policies import MixedPrecisionPolicy
 
-        machine = machine or self.machine()
+        machine, reshard = machine or self.machine(), self._reshard()
         computed, stored, reduced = (
             getattr(torch, DTYPES[typed]) if typed else None
             for typed in (self.dtype, self.param_dtype, self.reduce_dtype)
@@ -279,8 +279,11 @@ class PlanOptions:
                 "reduces_each": not self.reduce_last,
                 "precision": MixedPrecisionPolicy(computed, reduced),
                 "stored": stored,
-                "reshard_after_forward": self._reshard(),
-                "unsharded": tuple(self.unsharded.split(",")) if self.unsharded else (),
+                "reshard_after_forward": reshard,
+                "unsharded": (
+                    *([""] if type(reshard) is int else []),
+                    *(self.unsharded.split(",") if self.unsharded else []),
+                ),
                 "keep_unsharded_nbytes": round(self._number("keep_unsharded")),
                 "is_fused": self.fused,
                 "is_compiled": self.compiled,
@@ -288,13 +291,14 @@ class PlanOptions:
         )
 
     def _reshard(self) -> bool | int | None:
+        """Return what is said of units but the root, whose backward comes first: it stays, as in a search."""
         typed = self.reshard
-        known: dict[str, bool | None] = {"": None, "yes": True, "no": False}
+        known: dict[str, bool | None] = {"": None, "yes": None, "no": False}
         if typed in known:
             return known[typed]
         if not typed.isdecimal():
             raise OptionError(
-                f"--reshard {typed}: expected yes, no, or the size of a smaller group."
+                f"--reshard {typed}: expected no, yes, or the size of a smaller group."
             )
         return int(typed)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fullshard.json_files import json_text
+from fullshard.plan.amounts import nbytes, seconds
 from fullshard.plan.trace import RankTrace
 from fullshard.planning.search import SearchResult
 from fullshard.planning.traces import planned_traces
@@ -13,7 +14,6 @@ from fullshard.planning.training import Suggestion, TrainingPlan
 from fullshard.tools.perfetto import chrome_trace
 from fullshard.tools.report import Written, render, trace_leads, write_file
 from fullshard.tools.report_data import Figure, option_text, trace_data
-from fullshard.tools.run_record import nanoseconds, nbytes
 from fullshard.tools.trace_metrics import HOW
 
 # How the page says that figures are computed, where a plan has them from elsewhere than a recording.
@@ -113,8 +113,9 @@ def write_plan_page(
     """Write the page of a plan, and `trace.json` beside it. Raises OptionError where they cannot be written."""
     trace_file = out.with_name("trace.json")
     data, more = plan_data(plan, alternatives)
-    write_file(out, render("report.html", data, **more))
-    write_file(trace_file, json.dumps(chrome_trace(_traces(plan)), separators=(",", ":")))
+    write_file(out, render("report.html", data, **more), option="--page")
+    trace = json.dumps(chrome_trace(_traces(plan)), separators=(",", ":"))
+    write_file(trace_file, trace, option="--page")
     return Written(out, trace_file)
 
 
@@ -160,8 +161,8 @@ def plan_data(
                 "parts": _parts(memory.parts, nbytes),
             },
             "time": {
-                "lead": f"{nanoseconds(1e9 * time.step_s)}, bound by {plan.bound_by}.",
-                "parts": _parts(time.parts, _seconds),
+                "lead": f"{seconds(time.step_s)}, bound by {plan.bound_by}.",
+                "parts": _parts(time.parts, seconds),
             },
             "timeline_lead": _timeline_lead(plan, traces),
             "alternatives": points,
@@ -179,7 +180,7 @@ def plan_data(
                 "said": each.said,
                 "settings": [(key, option_text(value)) for key, value in each.settings.items()],
                 "memory": _parts(each.memory, nbytes),
-                "time": _parts(each.time, _seconds),
+                "time": _parts(each.time, seconds),
                 "code": each.code,
             }
             for number, (each, point) in enumerate(zip(alternatives, points, strict=True))
@@ -197,10 +198,6 @@ def _timeline_lead(plan: TrainingPlan, traces: Sequence[RankTrace]) -> str:
     if shown < num:
         said += f" It shows {shown} of {num} micro-batches; the others are like them."
     return said
-
-
-def _seconds(value: float) -> str:
-    return nanoseconds(1e9 * value)
 
 
 def _parts(parts: Iterable[tuple[str, float]], write: Any) -> list[dict[str, Any]]:
@@ -249,13 +246,13 @@ def _figures(plan: TrainingPlan) -> list[Figure]:
     exposed_s = sum(s for name, s in time.parts if name.startswith("exposed"))
     exposed = exposed_s / time.step_s
     fits = "it fits" if memory.fits else "it does not fit"
-    spread = f"nine of ten runs: {_seconds(time.low_s)} to {_seconds(time.high_s)}"
+    spread = f"nine of ten runs: {seconds(time.low_s)} to {seconds(time.high_s)}"
     return [
-        Figure("step_seconds", "Step", time.step_s, "s", _seconds(time.step_s), spread, _HOW["step"]),
+        Figure("step_seconds", "Step", time.step_s, "s", seconds(time.step_s), spread, _HOW["step"]),
         Figure("tokens_per_second", "Speed", plan.tokens_per_s, "tokens/s", f"{plan.tokens_per_s:,.0f} tokens/s", "all ranks", _HOW["speed"], "higher"),
         Figure("mfu", "Utilization (MFU)", plan.mfu, "of the peak", f"{100 * plan.mfu:.1f} %", plan.machine.gpu.name, _HOW["mfu"], "higher"),
         Figure("peak_memory", "Peak of a rank", memory.total_nbytes, "bytes", nbytes(memory.total_nbytes), f"of {nbytes(memory.capacity_nbytes)}: {fits}", _HOW["plan_memory"]),
-        Figure("exposed_share", "Exposed communication", exposed, "of the step", f"{100 * exposed:.1f} %", _seconds(exposed_s), _HOW["exposed"]),
+        Figure("exposed_share", "Exposed communication", exposed, "of the step", f"{100 * exposed:.1f} %", seconds(exposed_s), _HOW["exposed"]),
         Figure("bound_by", "Bound by", 0, "", plan.bound_by, "the largest part of a step", _HOW["bound"]),
     ]  # fmt: skip
 

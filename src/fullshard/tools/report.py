@@ -6,6 +6,7 @@ RUN (tools/run_record.py)
 RUN/report.html, RUN/trace.json, or Markdown, or lines on a terminal
 """
 
+import contextlib
 import json
 import math
 import sys
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 
 from fullshard.json_files import json_text
+from fullshard.plan.amounts import nanoseconds, nbytes
 from fullshard.tools.advice import stalled, verdict
 from fullshard.tools.config import OptionError
 from fullshard.tools.doctor.findings import counted
@@ -33,7 +35,7 @@ from fullshard.tools.report_data import (
     summary_data,
 )
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.run_record import RunRecord, changed, nanoseconds, nbytes, read_run, runs_in
+from fullshard.tools.run_record import RunRecord, changed, read_run, runs_in
 from fullshard.tools.trace_metrics import HOW
 
 FOLLOW_S = 5  # between two pages of a run that goes on
@@ -69,19 +71,23 @@ def write_report(path: Path, out: Path | None = None, *, refresh_s: int | None =
     return Written(page, trace)
 
 
-def write_file(path: Path, text: str) -> None:
+def write_file(path: Path, text: str, *, option: str = "--out") -> None:
     """Write a file that appears when it is complete: a browser may be loading the one before.
 
-    Raises OptionError where it cannot be written.
+    option: that named it. Raises OptionError where it cannot be written.
     """
+    if str(path) == "-":
+        raise OptionError(f"{option} -: give the name of a file.")
     partial = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise OptionError(
-            f"{path}: cannot be written ({error.strerror}). Name another file with --out."
+            f"{path}: cannot be written ({error.strerror}). Name another file with {option}."
         ) from error
 
 

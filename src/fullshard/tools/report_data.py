@@ -7,12 +7,13 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from fullshard.plan.amounts import nanoseconds, nbytes, scaled
 from fullshard.plan.trace import Kind, RankTrace
 from fullshard.tools.advice import verdict
 from fullshard.tools.beside import beside
 from fullshard.tools.doctor.findings import counted
 from fullshard.tools.run_facts import peak_flops
-from fullshard.tools.run_record import RunRecord, nanoseconds, nbytes, not_finite, scaled
+from fullshard.tools.run_record import RunRecord, not_finite
 from fullshard.tools.trace_metrics import (
     HOW,
     aligned,

@@ -1,4 +1,4 @@
-"""What is known of a run, read from its folder, and how its quantities are written.
+"""What is known of a run, read from its folder.
 
 RUN/metrics.jsonl, config.json, summary.json    what `fullshard train` wrote, as far as it is there
 RUN/trace/rank*.json or RUN/rank*.json          what `fullshard.trace` wrote, if anything
@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -183,24 +183,6 @@ def not_finite(metrics: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
         if said:
             found.append((entry["step"], ", ".join(said)))
     return found
-
-
-def nanoseconds(value: float) -> str:
-    """Write a duration with three digits: 12.3 ms."""
-    return scaled(value, {"s": 1e9, "ms": 1e6, "µs": 1e3})
-
-
-def nbytes(value: float) -> str:
-    """Write a size with three digits: 12.3 MiB."""
-    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
-    return f"{value:.0f} B" if value < 2**10 else scaled(value, units)
-
-
-def scaled(value: float, units: Mapping[str, float]) -> str:
-    """Write a value in the first unit that is not larger, or the last. units: the largest first."""
-    unit = next((unit for unit, size in units.items() if value >= size), [*units][-1])
-    value /= units[unit]
-    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
 
 
 def changed(ratio: float | None) -> str:

@@ -14,9 +14,9 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from fullshard.plan.amounts import nanoseconds
 from fullshard.plan.trace import NO_UNIT, Kind, RankTrace, Segment
 from fullshard.tools import trace_metrics as metrics
-from fullshard.tools.run_record import nanoseconds
 
 _FAMILY = {Kind.ALL_GATHER: metrics.GATHER_KINDS, Kind.REDUCE_SCATTER: metrics.REDUCE_KINDS}
 _OWN_WORK = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.OTHER)
