@@ -344,7 +344,7 @@ _MOST_LINES = {
     "optim": 2136,
     "peers": 3368,
     "plan": 4050,
-    "planning": 6600,
+    "planning": 6640,
     "state": 3270,
     "tools": 18000,
     "top": 2200,

@@ -274,7 +274,7 @@ def measured_setup(source: Subject, way: str) -> TrainingSetup:
 
 @pytest.mark.parametrize("way", ["peer memory", "gloo"])
 def test_what_was_measured_is_searched_and_the_rest_is_counted(way: str) -> None:
-    source = Subject(lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(6))), inputs=rows)
+    source = Subject(lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), inputs=rows)
     setup = measured_setup(source, way)
     found = search_training(source, setup)
     reasons = dict(found.left_out)
