@@ -343,7 +343,7 @@ _MOST_LINES = {
     "models": 1174,
     "optim": 2136,
     "peers": 3354,
-    "plan": 4050,
+    "plan": 4070,
     "planning": 7000,
     "state": 3270,
     "tools": 18600,
