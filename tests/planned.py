@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import fullshard
 from fullshard.comm import packing, process_group, select
 from fullshard.engine.gradients import unit_gradients
+from fullshard.engine.gradients.unit_gradients import UnitGradients
 from fullshard.engine.iteration import Iteration
 from fullshard.engine.module_state import state_of
 from fullshard.engine.observer import Observer
@@ -111,12 +112,15 @@ class Executed(Observer):
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Observe the model's engine."""
-        tensors_of, take = memory._tensors_of, Unit.take_gradients
+        tensors_of = memory._tensors_of
 
-        def taking(unit: Unit) -> list[Tensor | None]:
-            grads = take(unit)
-            self._taken += [weakref.ref(g.untyped_storage()) for g in grads if g is not None]
-            return grads
+        def noting(take: Callable[[Any], list[Tensor | None]]) -> Any:
+            def taking(owner: Any) -> list[Tensor | None]:
+                grads = take(owner)
+                self._taken += [weakref.ref(g.untyped_storage()) for g in grads if g is not None]
+                return grads
+
+            return taking
 
         def with_taken(unit: Unit) -> Iterator[tuple[Any, Tensor]]:
             yield from tensors_of(unit)
@@ -134,7 +138,9 @@ class Executed(Observer):
         iteration = iteration_of(self._model)
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(memory, "_tensors_of", with_taken))
-            stack.enter_context(mock.patch.object(Unit, "take_gradients", taking))
+            for owner, name in ((Unit, "take_gradients"), (UnitGradients, "take_unreduced")):
+                taking = noting(getattr(owner, name))
+                stack.enter_context(mock.patch.object(owner, name, taking))
             smaller = dict.fromkeys(unit._post_forward for unit in self._units)
             for comm in (*comms_of(self._units), *smaller):
                 if isinstance(comm, process_group.ProcessGroupComm):

@@ -343,7 +343,7 @@ _MOST_LINES = {
     "models": 1174,
     "optim": 2136,
     "peers": 3368,
-    "plan": 4050,
+    "plan": 4160,
     "planning": 6640,
     "state": 3270,
     "tools": 18000,

@@ -264,3 +264,17 @@ def test_prefetch_is_what_the_recorder_predicts() -> None:
     kept = dataclasses.replace(on_device, reshard_after_forward=False)  # which waits for compute
     assert order(kept) == [*ahead, ("backward", 2), ("backward", 1)]
     assert order(StepSettings(Sharding(4, GLOO))) == [*ahead, *early]
+
+
+def test_a_unit_of_whose_gradients_some_add_up_in_place_is_refused_by_name() -> None:
+    wide = ParamSpec("q", (8, 8), torch.float64, torch.float64, trainable=True)
+    stretches = tuple(Stretch((), (), gradient_nbytes=n) for n in (256, 512, 256 + 512))
+    parts = [(Enter(0), Run(0, 0), Run(1, 0), Leave(0)), (Enter(0), Run(2, 0), Leave(0))]
+    apart, at_once = (
+        Workload((WorkloadUnit("", (spec(8, 8), wide)),), events, stretches) for events in parts
+    )
+    settings = StepSettings(Sharding(2, GLOO, reduce_dtype=torch.float32), num_microbatches=2)
+    with pytest.raises(ShardingError, match=r"root.*2 micro-batches"):
+        plan_step(apart, settings)
+    plan_step(apart, dataclasses.replace(settings, reduces_each=True))
+    plan_step(at_once, settings)

@@ -606,6 +606,7 @@ class Iteration:
             watcher.gradients_complete(unit, grads)
         if keeps or not unit.config.reduce_grads:
             unit.gradients.accumulate(grads)
+            grads.clear()  # they are in the sums, and the next gather takes memory
             return
         self.reductions.make_way(unit)
         in_flight = unit.gradients.reduce(grads, unit)

@@ -51,6 +51,11 @@ class GradientDtypes(NamedTuple):
     shard: torch.dtype | None
     unsharded: GradDtype = GradDtype()
 
+    @property
+    def takes_sums(self) -> bool:
+        """True if autograd can add to sums of several backwards in place, which have the reduced dtype."""
+        return self.unsharded.is_set or self.reduced == self.full
+
 
 def gradient_dtypes(
     spec: ParamSpec,

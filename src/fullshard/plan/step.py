@@ -74,7 +74,7 @@ class StepSettings:
     forward_prefetch, backward_prefetch: of `UnitConfig`; without streams, or flat, the former gathers early.
     num_microbatches: backwards before the optimizer. reduces_each: each of them reduces, not the last alone.
     sums_replicas_last: the last alone sums over replicas (``set_requires_all_reduce(False)`` before the others).
-    keeps_between: units stay unsharded after a backward that does not reduce.
+    keeps_between: units stay unsharded after a backward that does not reduce, as in ``no_sync`` of SHARD_GRAD_OP.
     max_input_buffers: ``reduce_scatter_max_input_buffers``. optimizer: None for a step without one.
     """
 
@@ -162,6 +162,7 @@ class _Step:
         )
         self._prefetch_after: dict[int, UnitState] = {}
         self._reduces = True  # the backward that runs
+        self._is_fenced = True  # the pass that runs
         self._spans = _recomputed_spans(workload)
         self._backward_order = _backward_order(workload)
         self._running = workload.running
@@ -227,7 +228,7 @@ class _Step:
 
     def _fence(self) -> None:
         sharding = self._settings.sharding
-        if sharding.shard_way is PEER_MEMORY:
+        if self._is_fenced and sharding.shard_way is PEER_MEMORY:
             self.log.issue(Action(ActionKind.FENCE, Lane.COMPUTE, num_ranks=sharding.shard_size))
 
     # Forward
@@ -235,7 +236,11 @@ class _Step:
     def _forward(self) -> None:
         self._recorder.start_pass()
         for unit in self._units:
+            if unit.kept_nbytes:  # of a unit without a backward
+                self._gathers.reshard(unit)
             self._reductions.free_unused(unit)
+        # Ranks to whom nothing is to come do not meet.
+        self._is_fenced = not all(map(self._gathers.is_whole, self._units))
         self._fence()
         self._gathers.begun = self.log.last
         for event in self._workload.events:
@@ -288,6 +293,9 @@ class _Step:
         for unit in self._units:
             unit.is_in_backward = unit.has_ended_backward = False
         self._recomputed.clear()
+        if not self._is_fenced:
+            self._is_fenced = True
+            self._fence()
         self._gathers.begun = self.log.last
         events = self._workload.events
         span: range | None = None  # to be computed again, before the first backward in it
@@ -364,9 +372,9 @@ class _Step:
         """Run the backward of a stretch."""
         stretch = self._workload.stretches[run.stretch]
         unit = self._units[run.unit]
-        # Autograd adds to sums that wait, where it can.
-        is_lent = unit.is_holding and unit.plan.are_lent
-        full = 0 if is_lent or run.unit < 0 else stretch.gradient_nbytes
+        full = 0 if run.unit < 0 else stretch.gradient_nbytes
+        if unit.is_holding:
+            full = self._unlent(unit, full)
         unit.full_nbytes += full
         used = stretch.freed_nbytes + stretch.recomputed_nbytes
         peak = stretch.backward_peak_nbytes
@@ -376,6 +384,20 @@ class _Step:
                 Change(Holding.ACTIVATIONS, -used),
                 Change(Holding.FULL_GRADIENTS, full, run.unit),
             ],
+        )
+
+    def _unlent(self, unit: UnitState, full_nbytes: int) -> int:
+        """Return the bytes of full gradients beside sums that wait, to which autograd adds in place where it can."""
+        of_unit, unlent = unit.plan.full_nbytes, unit.plan.unlent_nbytes
+        if unlent == of_unit or not unlent:
+            return min(full_nbytes, unlent)
+        if full_nbytes % of_unit == 0:
+            return unlent * full_nbytes // of_unit
+        name = self._workload.units[unit.number].name or "the root"
+        raise ShardingError(
+            f"{name}: gradients of several dtypes, of which only some add up in place, come one after the other in "
+            f"{self._settings.num_microbatches} micro-batches. Such a step is not planned: reduce in each "
+            "micro-batch (reduces_each=True), or make units of one dtype."
         )
 
     def _after_backward(self, unit: UnitState) -> None:

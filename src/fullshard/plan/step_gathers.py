@@ -41,6 +41,11 @@ class Gathers:
         moves = unit.plan.gathered_nbytes or unit.kept_nbytes
         return self._way.overlaps or (self._log.has_streams and bool(moves))
 
+    def is_whole(self, unit: UnitState) -> bool:
+        """Return whether this rank has a unit's whole parameters, in memory that no peer writes to."""
+        is_apart = unit.is_unsharded and not unit.plan.is_in_place
+        return is_apart or self._sharding.shard_size == 1 or not unit.plan.gathers
+
     def waits_for_compute(self, unit: UnitState) -> bool:
         """Return whether a gather waits, with streams, for all that COMPUTE was given before it."""
         is_left_alone = self.is_left_alone and self._sharding.shard_size > 1
@@ -56,17 +61,13 @@ class Gathers:
             num_ranks, gathers = unit.group_size, smaller_gather(unit.plan, unit.group_size)
         after, changes = self._allocate(unit)
         if kept:  # the gather holds them now
-            sent = unit.change(Holding.COMMUNICATION, kept)
-            changes = [unit.change(Holding.UNSHARDED, -kept), sent, *changes]
-            unit.arrival.append(sent._replace(nbytes=-kept))
-        for gather in gathers:
-            taken = gather.cast_nbytes + self._regions.take("gather", gather.region)
-            given = self._regions.give("gather", gather.region) - gather.cast_nbytes
-            changes.append(unit.change(Holding.COMMUNICATION, taken))
-            unit.arrival.append(unit.change(Holding.COMMUNICATION, given))
+            changes.insert(0, unit.change(Holding.UNSHARDED, -kept))
+        unit.sent_nbytes = kept + sum(gather.cast_nbytes for gather in gathers)
+        unit.regions = [gather.region for gather in gathers]
+        taken = sum(self._regions.take("gather", region) for region in unit.regions)
+        changes.append(unit.change(Holding.COMMUNICATION, unit.sent_nbytes + taken))
         if self._log.has_streams:  # the lane finishes it at once
-            changes += unit.arrival
-            unit.arrival = []
+            changes.append(self._arrive(unit))
         if self._sharding.offloads:
             after = (self._copy_in(unit, after, changes),)
             changes = []
@@ -95,13 +96,21 @@ class Gathers:
         if not unit.is_gathering:
             return
         unit.is_gathering, unit.is_unsharded = False, True
-        arrival, unit.arrival = unit.arrival, []
         wait = Action(ActionKind.WAIT, Lane.COMPUTE, unit.number, after=(unit.gather,))
-        self._log.issue(wait, arrival)
+        self._log.issue(wait, [] if self._log.has_streams else [self._arrive(unit)])
+
+    def _arrive(self, unit: UnitState) -> Change:
+        """Free what a gather has sent, and the regions from which its parameters were copied."""
+        given = sum(self._regions.give("gather", region) for region in unit.regions)
+        return unit.change(Holding.COMMUNICATION, given - unit.sent_nbytes)
 
     def reshard(self, unit: UnitState, *, after_forward: bool = False) -> None:
         """Free a unit's unsharded memory; after forward, its shards over a smaller group may stay."""
         if not unit.is_unsharded:
+            if unit.kept_nbytes and not after_forward:  # no backward came
+                dropped = unit.change(Holding.UNSHARDED, -unit.kept_nbytes)
+                unit.kept_nbytes = 0
+                self._log.issue(Action(ActionKind.RESHARD, Lane.COMPUTE, unit.number), [dropped])
             return
         unit.is_unsharded = False
         changes, freed = [], sum(unit.freed)

@@ -2,14 +2,20 @@
 
 import collections
 import dataclasses
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from fullshard.plan.actions import Action, ActionKind, Change, Holding, Lane
 from fullshard.plan.ledger import RegionLedger, RingLedger, ScratchLedger
 from fullshard.plan.step_state import ActionLog, UnitState
 from fullshard.plan.unit_plan import Sharding
-from fullshard.plan.ways import KEPT_NBYTES, MAX_REPLICATED, PEER_MEMORY, ReduceMemory, ring_nbytes
+from fullshard.plan.ways import (
+    KEPT_NBYTES,
+    MAX_REPLICATED,
+    PEER_MEMORY,
+    ReduceMemory,
+    Region,
+    ring_nbytes,
+)
 
 
 @dataclasses.dataclass
@@ -18,8 +24,8 @@ class _Flight:
 
     was_summed: of sums of several backwards. is_put_off: replicas sum it in a later backward.
     start, end: the actions that start it, and after which it may be released.
-    finish: what changes when its reduce-scatter is over. held_nbytes: of full gradients that are read until then, or
-        with streams until its release.
+    copied_nbytes, regions: what travels beside full gradients, until its reduce-scatter is over.
+    held_nbytes: of full gradients that are read until then, or with streams until its release.
     blocks: scratch blocks that were taken. totals: those with sums, by bucket.
     staged: the numbers of reductions in a ring whose sums are not formed yet, by bucket.
     """
@@ -29,11 +35,17 @@ class _Flight:
     is_put_off: bool
     start: int = -1
     end: int = -1
-    finish: list[Change] = dataclasses.field(default_factory=list)
+    copied_nbytes: int = 0
+    regions: list[Region] = dataclasses.field(default_factory=list)
     held_nbytes: int = 0
     blocks: list[int] = dataclasses.field(default_factory=list)
     totals: dict[int, int] = dataclasses.field(default_factory=dict)
     staged: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def buckets(self) -> range:
+        """The numbers of its buckets."""
+        return range(len(self.unit.plan.buckets))
 
 
 class Reductions:
@@ -93,10 +105,11 @@ class Reductions:
 
     def reduce(self, unit: UnitState) -> None:
         """Start reducing full gradients, with what was accumulated, and finish older reductions."""
-        if self._way.overlaps:
+        if self._way.overlaps or any(each.unit is unit for each in self._started):
             self.finish()  # its memory serves this one
         self._wait_for += [each.end for each in self._replicated if each.unit is unit]
-        if not (unit.is_holding or unit.full_nbytes):
+        is_owed = unit.waiting and not self.puts_off  # sums that replicas have yet to sum
+        if not (unit.is_holding or unit.full_nbytes or is_owed):
             return
         is_put_off = self._has_replicas and self.puts_off
         flight = _Flight(unit, was_summed=unit.is_holding, is_put_off=is_put_off)
@@ -111,7 +124,7 @@ class Reductions:
 
     def zero(self, unit: UnitState) -> list[Change]:
         """Drop the gradients of shards; return what that changes."""
-        handed, unit.handed_nbytes = unit.handed_nbytes, 0
+        handed, unit.handed_nbytes = unit.handed_nbytes or 0, None
         unit.pooled |= unit.with_gradient
         unit.with_gradient = set()
         return [unit.change(Holding.GRADIENT_SHARDS, -handed)]
@@ -128,8 +141,10 @@ class Reductions:
     def _hand_over(self, unit: UnitState, nbytes: int) -> None:
         """Let full gradients be those of the shards, or add them to these."""
         self._log.carry([unit.change(Holding.FULL_GRADIENTS, -nbytes)])
-        if nbytes and not unit.handed_nbytes:
-            unit.handed_nbytes = unit.plan.handed_nbytes
+        if unit.handed_nbytes is None:
+            # Sums may be in memory that stays theirs.
+            is_new = nbytes or not unit.plan.hands_sums
+            unit.handed_nbytes = unit.plan.handed_nbytes if is_new else 0
             self._log.carry([unit.change(Holding.GRADIENT_SHARDS, unit.handed_nbytes)])
 
     # Starting
@@ -143,14 +158,16 @@ class Reductions:
                 changes += self._stage(flight, number)
             else:
                 changes += self._take_total(flight, number)
-            changes += self._take_staging(flight, memory)
+            zeros = 0 if full_nbytes else memory.held_nbytes  # travel in place of gradients
+            changes += self._take_staging(flight, memory, memory.copied_nbytes + zeros)
             held += memory.held_nbytes
         if (
             self._has_streams
         ):  # the lane finishes it at once, but compute may not free what it reads
-            changes += flight.finish
-            flight.finish, held = [], full_nbytes
-            changes += [] if self._has_replicas else self._deposit(flight)
+            changes.append(self._give_staging(flight))
+            held = full_nbytes
+            if not self._has_replicas:
+                changes += [c for n in flight.buckets for c in self._deposit(flight, n)]
         flight.held_nbytes = min(held, full_nbytes)
         changes.append(unit.change(Holding.FULL_GRADIENTS, flight.held_nbytes - full_nbytes))
         after, self._wait_for = (self._log.last, *self._wait_for), []
@@ -178,19 +195,17 @@ class Reductions:
         """Stage a bucket in the ring, for which earlier sums may have to be formed."""
         plan = flight.unit.plan
         claim = self.ring.claim((plan.staged_sums if flight.was_summed else plan.staged)[number])
-        changes = self._form_sums([*self._started, flight], through=claim.first)
+        changes = []
+        for each in (*self._started, flight):
+            staged = [n for n, sequence in each.staged.items() if sequence <= claim.first]
+            changes += [change for n in staged for change in self._form_sum(each, n)]
         flight.staged[number] = claim.sequence
         return [*changes, Change(Holding.COMMUNICATION, claim.grown)]
 
-    def _form_sums(self, flights: Iterable[_Flight], *, through: float = math.inf) -> list[Change]:
-        """Form sums of what is staged in the ring, through a reduction."""
-        changes = []
-        for flight in flights:
-            for number, sequence in [*flight.staged.items()]:
-                if sequence <= through:
-                    del flight.staged[number]
-                    changes += self._take_total(flight, number)
-        return changes
+    def _form_sum(self, flight: _Flight, number: int) -> list[Change]:
+        """Form a bucket's sum of what is staged in the ring, if it is not formed."""
+        is_staged = flight.staged.pop(number, None) is not None
+        return self._take_total(flight, number) if is_staged else []
 
     def _take_total(self, flight: _Flight, number: int) -> list[Change]:
         """Take memory for a bucket's sum over the shard axis."""
@@ -211,27 +226,34 @@ class Reductions:
             return []
         return [unit.change(Holding.GRADIENT_SHARDS, unit.plan.buckets[number].shard_nbytes)]
 
-    def _take_staging(self, flight: _Flight, memory: ReduceMemory) -> list[Change]:
+    def _take_staging(
+        self, flight: _Flight, memory: ReduceMemory, copied_nbytes: int
+    ) -> list[Change]:
         """Take what a reduce-scatter needs until it is over."""
-        grown = memory.copied_nbytes + self._regions.take("reduce", memory.region)
+        grown = copied_nbytes + self._regions.take("reduce", memory.region)
         changes = [flight.unit.change(Holding.COMMUNICATION, grown)]
         for nbytes in memory.scratch_nbytes:
             block, grown = self._scratch.take(nbytes)
             flight.blocks.append(block)
             changes.append(self._scratch_change(flight.unit, grown))
-        given = self._regions.give("reduce", memory.region) - memory.copied_nbytes
-        flight.finish.append(flight.unit.change(Holding.COMMUNICATION, given))
+        flight.copied_nbytes += copied_nbytes
+        flight.regions.append(memory.region)
         return changes
 
-    def _deposit(self, flight: _Flight) -> list[Change]:
-        """Give sums to the sharded parameters."""
+    def _give_staging(self, flight: _Flight) -> Change:
+        """Give back what a reduce-scatter that is over has sent."""
+        given = sum(self._regions.give("reduce", region) for region in flight.regions)
+        return flight.unit.change(Holding.COMMUNICATION, given - flight.copied_nbytes)
+
+    def _deposit(self, flight: _Flight, number: int) -> list[Change]:
+        """Give a bucket's sum to the sharded parameters."""
         unit, changes = flight.unit, []
-        for number in range(len(unit.plan.buckets)):
-            if number in flight.totals and number not in unit.with_gradient:
-                changes += self._take_shards(unit, number)
-            if number in flight.totals and not self._has_streams:
-                self._scratch.give(flight.totals.pop(number))  # where it stays
-            unit.with_gradient.add(number)
+        is_taken = unit.plan.buckets[number].is_taken
+        if number in flight.totals and not (is_taken and number in unit.with_gradient):
+            changes += self._take_shards(unit, number)
+        if number in flight.totals and not self._has_streams:
+            self._scratch.give(flight.totals.pop(number))  # where it stays
+        (unit.with_gradient if is_taken else unit.pooled).add(number)
         return changes
 
     # Finishing and releasing
@@ -261,45 +283,56 @@ class Reductions:
         self._wait_for.clear()  # what COMPUTE has waited for is over
 
     def _finish_on_host(self, flight: _Flight) -> None:
-        unit, changes = flight.unit, self._form_sums([flight])
-        changes += [*flight.finish, unit.change(Holding.FULL_GRADIENTS, -flight.held_nbytes)]
+        unit, changes, summed = flight.unit, [self._give_staging(flight)], []
+        changes.append(unit.change(Holding.FULL_GRADIENTS, -flight.held_nbytes))
         for block in flight.blocks:
             self._scratch.give(block)
-        changes += self._put_off(flight) if self._has_replicas else self._deposit(flight)
+        for number in flight.buckets:  # one after the other, by whose scratch the next is served
+            changes += self._form_sum(flight, number)
+            if self._has_replicas:
+                changes += self._put_off(flight, number)
+            if not flight.is_put_off:
+                summed += self._sum_replicas(flight, number)
+        is_all_reduced = self._has_replicas and not flight.is_put_off
         wait = Action(ActionKind.WAIT, Lane.COMPUTE, unit.number, after=(flight.start,))
-        self._log.issue(wait, changes)
-        if self._has_replicas and not flight.is_put_off:
-            self._all_reduce(flight)
+        self._log.issue(wait, changes if is_all_reduced else [*changes, *summed])
+        if is_all_reduced:
+            self._all_reduce(flight, summed)
 
     def _finish_on_lanes(self, flight: _Flight) -> None:
         if self._has_replicas:  # from here on two: what was read, and what is summed over replicas
-            self._log.carry(self._put_off(flight))
+            self._log.carry(c for n in flight.buckets for c in self._put_off(flight, n))
             if not flight.is_put_off:
-                flight.end = self._all_reduce(flight)
+                summed = [c for n in flight.buckets for c in self._sum_replicas(flight, n)]
+                flight.end = self._all_reduce(flight, summed)
                 if self._sharding.offloads:
                     flight.end = self._copy_out(flight.unit, flight.end, Lane.ALL_REDUCE)
             self._replicated.append(dataclasses.replace(flight, held_nbytes=0))
             flight = dataclasses.replace(flight, end=flight.start, totals={})
         self._finished.append(flight)
 
-    def _put_off(self, flight: _Flight) -> list[Change]:
-        """Add sums that wait for the replicas' to newer ones, which may wait in their place; return what that changes."""
+    def _put_off(self, flight: _Flight, number: int) -> list[Change]:
+        """Add a sum that waits for the replicas' to a newer one, which may wait in its place; return what that changes."""
         unit, changes = flight.unit, []
-        for number in range(len(unit.plan.buckets)):
-            if block := unit.waiting.pop(number, 0):
-                changes.append(unit.change(Holding.FULL_GRADIENTS, -block))
-                changes.append(self._scratch_change(unit, block + self._scratch.give(block)))
-            if flight.is_put_off:
-                block = unit.waiting[number] = flight.totals.pop(number)
-                changes.append(self._scratch_change(unit, -block))
-                changes.append(unit.change(Holding.FULL_GRADIENTS, block))
+        if block := unit.waiting.pop(number, 0):
+            changes.append(unit.change(Holding.FULL_GRADIENTS, -block))
+            changes.append(self._scratch_change(unit, block + self._scratch.give(block)))
+        if flight.is_put_off:
+            block = unit.waiting[number] = flight.totals.pop(number)
+            changes.append(self._scratch_change(unit, -block))
+            changes.append(unit.change(Holding.FULL_GRADIENTS, block))
         return changes
 
-    def _all_reduce(self, flight: _Flight) -> int:
+    def _sum_replicas(self, flight: _Flight, number: int) -> list[Change]:
+        """Sum a bucket over replicas, if there are any, and give the sum to parameters; return what that changes."""
+        cast = flight.unit.plan.buckets[number].cast_nbytes
+        casts = [flight.unit.change(Holding.COMMUNICATION, n) for n in (cast, -cast)]
+        return [*casts, *self._deposit(flight, number)]
+
+    def _all_reduce(self, flight: _Flight, changes: Sequence[Change]) -> int:
         """Sum over replicas; return the action."""
         unit, buckets = flight.unit, flight.unit.plan.buckets
         runs_beside = self._has_streams or self._sharding.all_reduce_way.overlaps
-        casts = sum(bucket.cast_nbytes for bucket in buckets)
         return self._log.issue(
             Action(
                 ActionKind.ALL_REDUCE,
@@ -310,11 +343,7 @@ class Reductions:
                 after=(flight.start,),
                 host_waits=not self._has_streams,
             ),
-            [
-                unit.change(Holding.COMMUNICATION, casts),
-                unit.change(Holding.COMMUNICATION, -casts),
-                *self._deposit(flight),
-            ],
+            changes,
         )
 
     def _wait(self, flight: _Flight, *, host_waits: bool = False) -> None:

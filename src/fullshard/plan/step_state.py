@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from fullshard.plan.actions import Action, Change, Holding, Lane
 from fullshard.plan.unit_plan import UnitPlan
-from fullshard.plan.ways import KEPT_NBYTES
+from fullshard.plan.ways import KEPT_NBYTES, Region
 
 
 class ActionLog:
@@ -64,11 +64,11 @@ class UnitState:
 
     number: among the units. reshards: what becomes of it after its forward: True, False or a group size.
     freed: sizes of the unsharded buffers that are freed at a reshard; others are there all the time.
-    gather: the action of its last gather. arrival: what changes when that is waited for.
+    gather: the action of its last gather. sent_nbytes, regions: what that has sent, and where it packs parameters.
     kept_nbytes: of its shards over a smaller group, from forward to backward.
     full_nbytes: of full gradients that autograd has left. sums_nbytes: of sums that wait for a reduction, or of spare
         memory for the next ones. is_holding: sums wait.
-    handed_nbytes: of full gradients that became those of the shards.
+    handed_nbytes: of full gradients that became those of the shards, beside sums; None if none did.
     waiting: scratch blocks of sums that replicas have yet to sum, by bucket.
     with_gradient, pooled: its buckets of gradients that have some, and whose memory is there and unused.
     """
@@ -85,10 +85,12 @@ class UnitState:
         self.stays_nbytes = sum(sizes) - sum(self.freed)
         self.is_unsharded = self.is_gathering = self.is_lent = False
         self.gather = -1
-        self.arrival: list[Change] = []
+        self.sent_nbytes = 0
+        self.regions: list[Region] = []
         self.kept_nbytes = 0
         self.is_in_backward = self.has_ended_backward = False
-        self.full_nbytes = self.sums_nbytes = self.handed_nbytes = 0
+        self.full_nbytes = self.sums_nbytes = 0
+        self.handed_nbytes: int | None = None
         self.is_holding = False
         self.waiting: dict[int, int] = {}
         self.with_gradient: set[int] = set()

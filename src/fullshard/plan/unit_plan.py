@@ -87,6 +87,7 @@ class BucketPlan(NamedTuple):
     shard_nbytes: of gradient shards. total_nbytes: of scratch memory in which the sum is formed; it is formed in the
     gradient shards if they are free and ``is_final``.
     all_reduced_nbytes: what is summed over replicas; 0 without any. cast_nbytes: of its copy in the reduce dtype.
+    is_taken: a parameter of this rank gets a gradient of it; not where all that the rank owns is padding, or frozen.
     """
 
     first: ReduceMemory
@@ -96,6 +97,7 @@ class BucketPlan(NamedTuple):
     is_final: bool
     all_reduced_nbytes: int
     cast_nbytes: int
+    is_taken: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -103,20 +105,24 @@ class UnitPlan:
     """A unit under a `Sharding`, in bytes. Equal units have one, so it is compared by identity.
 
     gathers: one per bucket of parameters. buckets: of gradients.
-    sums_nbytes: of gradients that wait for a later reduction, summed. are_lent: autograd adds to them in place.
+    full_nbytes: of full gradients. sums_nbytes: of those that wait for a later reduction, summed.
+    unlent_nbytes: of full gradients that autograd leaves beside sums: to others it adds in place.
     staged, staged_sums, all_reduced: bytes in a ring that reductions take, per bucket, where ranks stage them: of
         gradients as autograd leaves them, of sums of several backwards, and over replicas.
     trained_numel, trained_nbytes: of this rank's shards, what an optimizer updates. num_trained: of how many parameters.
     largest_numel: of the largest of these. sample_nbytes: kept to notice writes to shards that peers read.
+    is_in_place: peers' shards are read where they are, of one bucket at least.
     is_handed_over: full gradients become those of the shards, since there is one rank. handed_nbytes: of them then.
+        hands_sums: so do sums of several backwards, whose dtype may be another one in flat units.
     """
 
     layout: UnitLayout
     shard_nbytes: int
     gathers: tuple[GatherMemory, ...]
     buckets: tuple[BucketPlan, ...]
+    full_nbytes: int
     sums_nbytes: int
-    are_lent: bool
+    unlent_nbytes: int
     staged: tuple[int, ...]
     staged_sums: tuple[int, ...]
     all_reduced: tuple[int, ...]
@@ -125,8 +131,10 @@ class UnitPlan:
     num_trained: int
     largest_numel: int
     sample_nbytes: int
+    is_in_place: bool
     is_handed_over: bool
     handed_nbytes: int
+    hands_sums: bool
 
     @property
     def gathered_nbytes(self) -> int:
@@ -167,6 +175,7 @@ def _plan_unit(
         for param in bucket.params
     ]
     updated = [(numel, param.spec.dtype) for param, numel in own if param.index in stepped]
+    unlent = [index for index in trained if not dtypes[index].takes_sums]
     # Ranks that share memory keep shards without padding between them.
     is_padded = way is not PEER_MEMORY or sharding.is_flat
     shards = sum(numel * param.spec.dtype.itemsize for param, numel in own)
@@ -176,25 +185,30 @@ def _plan_unit(
         gathers=tuple(
             gather_memory(bucket, way, is_offloaded=sharding.offloads) for bucket in layout.buckets
         ),
-        buckets=tuple(_plan_bucket(bucket, sharding) for bucket in buckets),
+        buckets=tuple(_plan_bucket(bucket, sharding, trained) for bucket in buckets),
+        full_nbytes=_full_nbytes(params, dtypes, trained),
         sums_nbytes=_sums_nbytes(layout, params, dtypes, trained, is_flat=sharding.is_flat),
-        are_lent=all(dtypes[i].reduced.itemsize >= dtypes[i].full.itemsize for i in trained),
-        staged=tuple(_staged_nbytes(each, sharding.shard_size) for each in buckets),
+        unlent_nbytes=0 if sharding.is_flat else _full_nbytes(params, dtypes, unlent),
+        staged=tuple(_staged_nbytes(b, sharding.shard_size, _wire(b)) for b in buckets),
         staged_sums=tuple(
-            _staged_nbytes(each, sharding.shard_size, accumulated=not sharding.is_flat)
-            for each in buckets
+            _staged_nbytes(b, sharding.shard_size, _wire(b, accumulated=not sharding.is_flat))
+            for b in buckets
         ),
-        all_reduced=tuple(_staged_nbytes(each, 1) for each in buckets),
+        all_reduced=tuple(_staged_nbytes(each, 1, each.reduce_dtype) for each in buckets),
         trained_numel=sum(numel for numel, _ in updated),
         trained_nbytes=sum(numel * dtype.itemsize for numel, dtype in updated),
         # Of a flat buffer, only ranks that own elements of a parameter have a gradient for it.
         num_trained=sum(numel > 0 or not sharding.is_flat for numel, _ in updated),
         largest_numel=max((numel for numel, _ in updated), default=0),
         sample_nbytes=_samples_nbytes(layout, own) if way is PEER_MEMORY else 0,
+        is_in_place=way.reads_in_place
+        and any(b.direct_numel and b.dtype == b.compute_dtype for b in layout.buckets),
         is_handed_over=sharding.data_parallel_size == 1
         and not sharding.offloads
         and all(each.reduce_dtype == each.layout.dtype for each in buckets),
         handed_nbytes=sum(params[index].numel * params[index].dtype.itemsize for index in trained),
+        hands_sums=not sharding.is_flat
+        or all(each.layout.compute_dtype == each.layout.dtype for each in buckets),
     )
 
 
@@ -204,6 +218,12 @@ def _samples_nbytes(layout: UnitLayout, own: Sequence[tuple[ParamLayout, int]]) 
         return 0
     sizes = ((param.spec.dtype.itemsize, numel) for param, numel in own)
     return sum(sample_nbytes(numel * itemsize, itemsize) for itemsize, numel in sizes if numel)
+
+
+def _full_nbytes(
+    params: Sequence[ParamSpec], dtypes: Sequence[GradientDtypes], indices: Sequence[int]
+) -> int:
+    return sum(params[index].numel * dtypes[index].full.itemsize for index in indices)
 
 
 def _dtypes(spec: ParamSpec, sharding: Sharding) -> GradientDtypes:
@@ -219,10 +239,9 @@ def _wire(bucket: GradientBucket, *, accumulated: bool = False) -> torch.dtype:
     return wire_dtype(bucket.layout, bucket.reduce_dtype, accumulated=accumulated)
 
 
-def _staged_nbytes(bucket: GradientBucket, num_shards: int, *, accumulated: bool = False) -> int:
+def _staged_nbytes(bucket: GradientBucket, num_shards: int, wire: torch.dtype) -> int:
     """Return what a rank stages in a ring for the sums of a bucket's shards."""
     numel = num_shards * bucket.layout.shard_numel
-    wire = _wire(bucket, accumulated=accumulated)
     return flags_nbytes(len(bucket.layout.params)) + numel * wire.itemsize
 
 
@@ -241,7 +260,7 @@ def _sums_nbytes(
     return sum(params[index].numel * dtypes[index].reduced.itemsize for index in trained)
 
 
-def _plan_bucket(bucket: GradientBucket, sharding: Sharding) -> BucketPlan:
+def _plan_bucket(bucket: GradientBucket, sharding: Sharding, trained: Sequence[int]) -> BucketPlan:
     layout, reduce_dtype, way = bucket.layout, bucket.reduce_dtype, sharding.shard_way
     is_alone = sharding.data_parallel_size == 1
     total_dtype = reduce_dtype if is_alone else way.sum_dtype(reduce_dtype)
@@ -262,6 +281,11 @@ def _plan_bucket(bucket: GradientBucket, sharding: Sharding) -> BucketPlan:
         is_final=total_dtype == layout.dtype and not sharding.offloads,
         all_reduced_nbytes=reduced_nbytes if replicas else 0,
         cast_nbytes=reduced_nbytes if replicas and total_dtype != reduce_dtype else 0,
+        is_taken=not layout.is_flat
+        or any(
+            param.index in trained and layout.pieces(param, sharding.shard_rank)
+            for param in layout.params
+        ),
     )
 
 

@@ -124,8 +124,9 @@ class ReductionQueue:
 
     def make_way(self, unit: ReducedUnit) -> None:
         """Finish what ran beside a unit's backward, whose reduction is about to start."""
-        if unit.comm.overlaps:
-            self.finish()  # its memory serves this one
+        # Its memory serves this one: scratch, and gradients to which this adds.
+        if unit.comm.overlaps or any(each.unit is unit for each in self._started):
+            self.finish()
         for in_flight in self._replicated:
             if in_flight.unit is unit:  # reduced before in this backward: the same gradient memory
                 with unit.runtime.on(Lane.REDUCE):

@@ -414,7 +414,7 @@ class BucketChoice:
             wire = wire_dtype(bucket.bucket, bucket.reduce_dtype, accumulated=False)
             needs[self.shard_comm].append(self.shard_comm.staged_nbytes(bucket.bucket, wire))
             needs[self.replicate_comm].append(
-                self.replicate_comm.summed_nbytes(bucket.bucket, wire)
+                self.replicate_comm.summed_nbytes(bucket.bucket, bucket.reduce_dtype)
             )
         return needs
 
