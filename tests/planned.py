@@ -13,7 +13,7 @@ import itertools
 import re
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -208,11 +208,16 @@ def numbers_of(units: Sequence[Unit]) -> dict[Unit, int]:
 
 
 def observe(
-    model: nn.Module, run: Callable[[], Any], *, checkpointed: Sequence[str] = ()
+    model: nn.Module,
+    run: Callable[[], Any],
+    *,
+    checkpointed: Sequence[str] = (),
+    stepped: Container[Any] | None = None,
 ) -> Workload:
     """Return a workload of what a step does, with the gradients that it leaves and nothing else of kernels.
 
-    run: a forward and a backward. checkpointed: names of the units that are computed again in backward.
+    run: a forward and a backward. checkpointed: names of the units that are computed again in backward. stepped: the
+        parameters that get gradients. None takes those that have one after the run, if it reduces.
     """
     iteration = iteration_of(model)
     watcher = _Events(iteration)
@@ -237,15 +242,19 @@ def observe(
     iteration.observe(before)
     root = [] if 0 in numbers.values() else [WorkloadUnit("", ())]
     others = [
-        WorkloadUnit(unit.name, specs_of(unit), recomputes=unit.name in checkpointed)
+        WorkloadUnit(unit.name, specs_of(unit, stepped), recomputes=unit.name in checkpointed)
         for unit, number in numbers.items()
     ]
     return watcher.workload((*root, *others))
 
 
-def specs_of(unit: Unit) -> tuple[Any, ...]:
+def specs_of(unit: Unit, stepped: Container[Any] | None = None) -> tuple[Any, ...]:
     return tuple(
-        dataclasses.replace(spec, trainable=p.requires_grad, is_used=p.sharded.grad is not None)
+        dataclasses.replace(
+            spec,
+            trainable=p.requires_grad,
+            is_used=p.sharded.grad is not None if stepped is None else p.sharded in stepped,
+        )
         for spec, p in zip(unit.params.specs(unit.config.mp_policy), unit.params, strict=True)
     )
 

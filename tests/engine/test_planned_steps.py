@@ -24,8 +24,8 @@ from fullshard.plan.simulator import follow_memory
 from fullshard.plan.step import OptimizerPlan, StepSettings, plan_step
 from fullshard.plan.unit_plan import Sharding
 from fullshard.plan.ways import PEER_MEMORY
-from fullshard.planning.keeping import keeping, kept_units
 from fullshard.plan.workload import Workload
+from fullshard.planning.keeping import keeping, kept_units
 from fullshard.planning.traced import Example, TraceOptions, trace_workload
 from tests import planned
 from tests.api import Api
@@ -245,7 +245,8 @@ def _compare(api: Api, case: Case) -> None:
 
         # Within a step like the others, which leaves the memory that they do.
         def observe(run: Callable[[], None]) -> None:
-            found.append(planned.observe(model, run, checkpointed=checkpointed))
+            facts = {"checkpointed": checkpointed, "stepped": optimizer.state}
+            found.append(planned.observe(model, run, **facts))
 
         for each in (observe, lambda run: run()):
             _train(case, model, optimizer, problem, each)
