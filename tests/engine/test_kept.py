@@ -386,6 +386,19 @@ def test_models_that_keep_nothing_are_not_looked_into_after_their_first_passes(
         assert not looks or seed < 2
 
 
+@pytest.mark.ours("looks into the engine")
+@on_ranks(2)
+def test_a_search_by_another_thread_takes_no_view_from_a_gather(api: Api) -> None:
+    """It may run while a gather makes its views, before the unit has them."""
+    model = mlp(1, 16)
+    api.fully_shard(model)
+    for seed in range(3):
+        mean_square(model(my_part(make_batch(16, seed=seed)))).backward()
+        for unit in state_of(model).units:  # type: ignore[union-attr]
+            for view in unit.params.buffers.own_views():
+                unit.params.shown.uses.adopt(view)
+
+
 class Cached(Keeper):
     """A layer that computes with a view that it made once, for all steps."""
 

@@ -277,7 +277,9 @@ class Uses:
         """Forbid the use of known views, and return how many uses are neither theirs nor the unit's."""
         alive = set()
         for reference in list(self._views):
-            if (view := reference()) is None:
+            view = reference()
+            # Another thread may have searched while a gather of this unit made its views.
+            if view is None or self.owns(view):
                 self._views.remove(reference)
                 continue
             alive.add(id(local_part(view)))
