@@ -433,7 +433,7 @@ class Iteration:
         elif unit.runtime.has_streams:
             # Contents are not compared there: of others nobody knows that they are left alone.
             is_known = unit.is_unwritten and not unit.is_ordered and unit.params.extended is None
-            may_be_early = is_known and unit.waits_for_compute
+            may_be_early = is_known and unit.waits_for_compute and unit.runtime.rotation is not None
         if unit.is_joined or not may_be_early or unit.phase >= UnitPhase.GATHERING:
             return
         if unit.comm.overlaps or unit.gains_from_prefetch:

@@ -392,6 +392,7 @@ class Unit:
     def refetch(self) -> None:
         """Gather again, since the shards have changed after the gather. Every rank has to do it."""
         self.settle()  # ends the first gather: it may still be writing to the same buffer
+        self.is_unwritten = False  # from now on gathers wait for who writes
         label = f"{self.gather_label} again, as it was written to"
         self._start_gather(label, early=False, after=None)
 
