@@ -90,7 +90,9 @@ def offered(typed: Sequence[str], begun: str) -> list[tuple[str, str]]:
     """
     _, arguments = split_program([*typed, begun], _WITH_VALUE)
     found: list[tuple[str, str]] = []
-    for action in () if arguments else _parser("")._actions:
+    actions: list[argparse.Action] = []
+    _parser("", actions)
+    for action in () if arguments else actions:
         if typed and typed[-1] in _WITH_VALUE:
             values = action.choices or () if typed[-1] in action.option_strings else ()
         else:
@@ -100,8 +102,8 @@ def offered(typed: Sequence[str], begun: str) -> list[tuple[str, str]]:
     return found
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    """Return what reads the words before the script."""
+def _parser(prog: str, added: list[argparse.Action] | None = None) -> argparse.ArgumentParser:
+    """Return what reads the words before the script. added: gets its options and arguments."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Run an unmodified script on fullshard: what it imports\nfrom torch.distributed.fsdp is then fullshard's.",
@@ -111,7 +113,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         usage=f"{prog} [OPTIONS] (SCRIPT | -m MODULE) [ARGS]",
     )
 
-    add = parser.add_argument
+    def add(*names: str, **how: Any) -> None:
+        action = parser.add_argument(*names, **how)
+        if added is not None:
+            added.append(action)
+
     add("script", nargs="?", help="a path; what follows is the script's own", metavar="SCRIPT")
     add("-m", dest="module", help="a module, in place of a script", metavar="MODULE")
     add(
