@@ -277,9 +277,7 @@ class Uses:
         """Forbid the use of known views, and return how many uses are neither theirs nor the unit's."""
         alive = set()
         for reference in list(self._views):
-            view = reference()
-            # Another thread may have searched while a gather of this unit made its views.
-            if view is None or self.owns(view):
+            if (view := reference()) is None or self.owns(view):  # found while a gather made it
                 self._views.remove(reference)
                 continue
             alive.add(id(local_part(view)))
