@@ -175,7 +175,8 @@ def _plan_unit(
         for param in bucket.params
     ]
     updated = [(numel, param.spec.dtype) for param, numel in own if param.index in stepped]
-    unlent = [index for index in trained if not dtypes[index].takes_sums]
+    used = [index for index in trained if index in stepped]  # others have no full gradient
+    unlent = [index for index in used if not dtypes[index].takes_sums]
     # Ranks that share memory keep shards without padding between them.
     is_padded = way is not PEER_MEMORY or sharding.is_flat
     shards = sum(numel * param.spec.dtype.itemsize for param, numel in own)
@@ -186,8 +187,8 @@ def _plan_unit(
             gather_memory(bucket, way, is_offloaded=sharding.offloads) for bucket in layout.buckets
         ),
         buckets=tuple(_plan_bucket(bucket, sharding, trained) for bucket in buckets),
-        full_nbytes=_full_nbytes(params, dtypes, trained),
-        sums_nbytes=_sums_nbytes(layout, params, dtypes, trained, is_flat=sharding.is_flat),
+        full_nbytes=_full_nbytes(params, dtypes, used),
+        sums_nbytes=_sums_nbytes(layout, params, dtypes, used, is_flat=sharding.is_flat),
         unlent_nbytes=0 if sharding.is_flat else _full_nbytes(params, dtypes, unlent),
         staged=tuple(_staged_nbytes(b, sharding.shard_size, _wire(b)) for b in buckets),
         staged_sums=tuple(
@@ -206,7 +207,7 @@ def _plan_unit(
         is_handed_over=sharding.data_parallel_size == 1
         and not sharding.offloads
         and all(each.reduce_dtype == each.layout.dtype for each in buckets),
-        handed_nbytes=sum(params[index].numel * params[index].dtype.itemsize for index in trained),
+        handed_nbytes=sum(params[index].numel * params[index].dtype.itemsize for index in used),
         hands_sums=not sharding.is_flat
         or all(each.layout.compute_dtype == each.layout.dtype for each in buckets),
     )
