@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import resource
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import fullshard
-from fullshard.errors import ShardingError
+from fullshard.errors import AllocationError, ShardingError
 from tests.harness import on_ranks
 from tests.models import UnevenMLP
 from tests.training import local, make_batch, mean_square, my_part
@@ -86,7 +87,20 @@ def test_units_are_described_with_where_their_state_is() -> None:
     found = fullshard.describe(model).units
     assert {unit.state_place.split()[0] for unit in found} == {"disk"}
     assert all(unit.state_nbytes >= unit.shard_nbytes for unit in found)
+    assert {unit.state_asked for unit in found} == {""}
     assert "of optimizer state on disk" in str(fullshard.describe(model))
+
+
+@on_ranks(1)
+def test_a_policy_that_nobody_has_put_into_effect_is_described() -> None:
+    model = fullshard.fully_shard(UnevenMLP(), offload_policy=_on_disk())
+    optimizer = optim.AdamW(model.parameters())
+    (found,) = fullshard.describe(model).units
+    assert (found.state_place, found.state_asked) == ("", "disk")
+    assert "stream_state" in str(found)
+    fullshard.stream_state(optimizer)
+    (found,) = fullshard.describe(model).units
+    assert (found.state_place.split()[0], found.state_asked) == ("disk", "")
 
 
 @on_ranks(1)
@@ -135,12 +149,75 @@ def test_what_cannot_be_served_is_refused_before_anything_changes() -> None:
         (_WithRows, _on_disk(), True),
         (_WithRows, _on_disk(), False),
         (optim.AdamW, "host", False),
+        (optim.AdamW, None, False),  # and no unit has a policy
     ):
         optimizer = make(model.parameters(), lr=0.1)
         with pytest.raises(ShardingError):
             fullshard.stream_state(optimizer, policy, elementwise=elementwise)  # type: ignore[arg-type]
         assert type(optimizer) is make
         assert not optimizer.state
+
+
+@on_ranks(1)
+def test_a_disk_that_is_too_small_is_found_before_anything_is_stepped() -> None:
+    model = fullshard.fully_shard(nn.Linear(64, 64))
+    optimizer = optim.AdamW(model.parameters())
+    whole = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, whole[1]))
+    try:
+        with pytest.raises(AllocationError, match="the file of"):
+            fullshard.stream_state(optimizer, _on_disk())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, whole)
+    assert type(optimizer) is optim.AdamW
+
+
+class _Counting(optim.Optimizer):
+    """Adam that counts steps for itself: in a number, a tensor, an attribute of its first step, and its groups."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05, "step": 0, "drawn": torch.zeros(())})
+        self.count, self.total = 0, torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        self.total += 1
+        self.first = getattr(self, "first", self.count)
+        for group in self.param_groups:
+            group["step"] += 1
+            group["drawn"] += 2
+            scale = self.count * self.total / self.first + group["step"] * group["drawn"]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    own = self.state[parameter]
+                    own.setdefault("exp_avg", torch.zeros_like(parameter)).lerp_(
+                        parameter.grad, 0.1
+                    )
+                    own.setdefault("exp_avg_sq", torch.zeros_like(parameter)).add_(1)
+                    parameter.sub_(group["lr"] / scale * own["exp_avg"])
+
+
+@on_ranks(1)
+def test_what_an_optimizer_counts_on_itself_counts_steps_and_not_units() -> None:
+    found = []
+    for streams in (True, False):
+        model = _sharded()
+        optimizer: Any = _Counting(model.parameters())
+        if streams:
+            fullshard.stream_state(optimizer, _on_disk(), elementwise=True)
+        _train(model, optimizer, range(3))
+        (group,) = optimizer.param_groups
+        counted = (
+            optimizer.count,
+            optimizer.total.item(),
+            optimizer.first,
+            group["step"],
+            group["drawn"].item(),
+        )
+        assert counted == (3, 3.0, 1, 3, 6.0)
+        found.append(_values(model, optimizer))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @on_ranks(2)

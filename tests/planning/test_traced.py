@@ -422,6 +422,14 @@ class Nested(nn.Module):
         return {"out": (self.outer(self.outer(x)), "said")}
 
 
+def test_layers_behind_inputs_that_need_no_gradient_may_be_frozen() -> None:
+    model = Stack([mlp(1, 8) for _ in range(4)])
+    model.layers[:2].requires_grad_(False)
+    layers = runs(trace_workload(model, EXAMPLE))[:4]
+    assert [bool(each.forward) for each in layers] == [True] * 4
+    assert [bool(each.backward) for each in layers] == [False, False, True, True]
+
+
 def test_units_may_be_nested_called_twice_or_not_at_all() -> None:
     units = ["outer.1", "outer", "unused"]
     example = Example((torch.zeros(4, 8),))

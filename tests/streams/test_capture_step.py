@@ -411,10 +411,14 @@ def test_gradients_are_those_of_the_last_step_of_whatever_kind(lab: Lab) -> None
 
 def test_wrong_arguments_are_named() -> None:
     optimizer = SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
-    with pytest.raises(MisuseError, match="optimizer"):
-        fullshard.capture_step(lambda: None, optimizer=[])
-    with pytest.raises(MisuseError, match="check_every"):
-        fullshard.capture_step(lambda: None, optimizer=optimizer, check_every=-1)
+    for wrong in ([], None, nn.Linear(2, 2), [optimizer, None]):
+        with pytest.raises(MisuseError, match="optimizer"):
+            fullshard.capture_step(lambda: None, optimizer=wrong)  # type: ignore[arg-type]
+    for often in (-1, 1.5, True, "1000", None):
+        with pytest.raises(MisuseError, match="check_every"):
+            fullshard.capture_step(lambda: None, optimizer=optimizer, check_every=often)  # type: ignore[arg-type]
+    with pytest.raises(MisuseError, match="step"):
+        fullshard.capture_step(None, optimizer=optimizer)  # type: ignore[arg-type]
 
 
 def test_without_cuda_it_says_so() -> None:

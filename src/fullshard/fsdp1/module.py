@@ -140,6 +140,10 @@ class FullyShardedDataParallel(StateDictMethods):
             device_mesh,
             wraps_children=auto_wrap_policy is not None,
         )
+        if not hasattr(cpu_offload or CPUOffload(), "offload_params"):
+            raise ShardingError(
+                f"cpu_offload={cpu_offload!r}: expected a CPUOffload. Where the state of an optimizer is, stream_state is told."
+            )
         self.cpu_offload = cpu_offload or CPUOffload()
         self.mixed_precision = mixed_precision or MixedPrecision()
         self.backward_prefetch = backward_prefetch

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -79,14 +79,17 @@ def capture_step(
     can hold: parameters elsewhere than on a CUDA device, CPU offload, communication of the host's, waits of the
     host in ``step``, state on the host. MisuseError for wrong arguments.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    if not callable(step):
+        raise MisuseError(f"capture_step: step is {step!r}. Pass a function that does one step.")
+    one = isinstance(optimizer, Optimizer) or not isinstance(optimizer, Iterable)
+    optimizers: list[Any] = [optimizer] if one else list(cast(Iterable[Any], optimizer))
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
         raise MisuseError(
             f"capture_step: optimizer is {optimizer!r}. Pass a torch.optim.Optimizer, or several."
         )
-    if check_every < 0:
+    if type(check_every) is not int or check_every < 0:
         raise MisuseError(
-            f"capture_step: check_every is {check_every}. Pass a number of calls, or 0 for no checks."
+            f"capture_step: check_every is {check_every!r}. Pass a number of calls, or 0 for no checks."
         )
     captured = CapturedStep(step, optimizers, check_every)
     _refuse_optimizers(optimizers)

@@ -75,8 +75,12 @@ def stream_state(
 
     policy: None takes what `fully_shard` was given for each unit, as its ``offload_policy``.
 
+    What an optimizer counts on itself or in its groups, each unit's step finds as it was before the first one's, if
+    it is a number or a tensor of one element; in lists and dicts of its own it counts units.
+
     Raises as `step_on_shards` does, and ShardingError for a budget that is too small, a folder that cannot be
-    written to, and state that is neither scalars nor tensors of the parameter's shape. Nothing is moved then.
+    written to, state that is neither scalars nor tensors of the parameter's shape, and where no policy says
+    anything of it; AllocationError for a disk with too little space. Nothing is moved then.
     """
     if policy is not None and not isinstance(policy, PlacementPolicy):
         raise ShardingError(
@@ -92,8 +96,26 @@ def stream_state(
         original = original._original_class
     step = StreamedStep(optimizer, policy)
     step.plan()
+    _refuse_ignored(step)
     _put_on_shards(optimizer, original, step)
     return optimizer
+
+
+def _refuse_ignored(step: StreamedStep) -> None:
+    """Raise ShardingError for policies that would have no effect."""
+    if step.policy is None:
+        if all(piece.policy.optimizer == "device" for piece in step.pieces):
+            raise ShardingError(
+                "stream_state has no policy: none was passed, and no unit of these parameters has a PlacementPolicy with "
+                'optimizer="host" or "disk". Pass one here, or to fully_shard as offload_policy.'
+            )
+    elif step.policy.parameters == "host":
+        for piece in step.pieces:
+            if any(shard.device.type != "cpu" for shard in piece.shards):
+                raise ShardingError(
+                    f'PlacementPolicy(parameters="host"): {piece.path} is on a device. Where parameters are, fully_shard '
+                    "is told, by its offload_policy; stream_state moves the state of optimizers alone."
+                )
 
 
 def num_dtensors_of(optimizer: optim.Optimizer) -> int:

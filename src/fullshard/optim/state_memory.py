@@ -15,7 +15,7 @@ import torch
 
 from fullshard.engine.runtime import Lane, Runtime
 from fullshard.optim.local_form import State
-from fullshard.optim.unit_files import Ticket, UnitFiles
+from fullshard.optim.unit_files import Ticket, UnitFile, UnitFiles
 
 _ALIGNMENT = 256  # bytes, of what CUDA's allocator gives
 
@@ -100,22 +100,25 @@ def padded(nbytes: int) -> int:
 class Home:
     """Where a unit's state is between steps. memory: its bytes, 1-D, on the host; of a file, mapped.
 
+    files, file: on disk, the file that it is, and whose that is; None on the host.
+
     left: after this event, the last copy from the device is over; None if there is none to wait for.
     """
 
     left: torch.Event | None = None
 
-    def __init__(self, layout: Layout, files: UnitFiles | None, name: str, *, pins: bool) -> None:
-        self.layout = layout
-        self.files, self.file = files, None if files is None else files.create(name, layout.nbytes)
-        if self.file is None:
+    def __init__(
+        self, layout: Layout, files: UnitFiles | None, file: UnitFile | None, *, pins: bool
+    ) -> None:
+        self.layout, self.files, self.file = layout, files, file
+        if file is None:
             pins = pins and torch.accelerator.is_available()
             self.memory = torch.empty(
                 layout.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pins
             )
         else:
             assert files is not None
-            self.memory = files.view(self.file)
+            self.memory = files.view(file)
         self.values = layout.apart(self.memory)
 
     def is_in(self, state: State) -> bool:

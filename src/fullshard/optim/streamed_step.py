@@ -17,7 +17,7 @@ import collections
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ from fullshard.errors import ShardingError
 from fullshard.optim.local_form import State
 from fullshard.optim.local_step import Inner, LocalStep, own_step, references
 from fullshard.optim.state_memory import Home, Layout, Slot, is_moved, padded
-from fullshard.optim.unit_files import UnitFiles
+from fullshard.optim.unit_files import UnitFile, UnitFiles
 from fullshard.plan.state_placement import NUM_SLOTS, least_budget, plan_state
 from fullshard.policies import PlacementPolicy
 from fullshard.process_hooks import return_free_heap
@@ -48,6 +48,7 @@ class Piece:
     members: for each of the optimizer's groups, by number, the local tensors that it trains here.
     nbytes: of their state, as a trial has shown. stays: it does not leave the device.
     home: where the state is between steps; None as long as there is none, and if it stays.
+    reserved: a file for the home to come, so that a disk which is too small is found before anything is stepped.
     """
 
     def __init__(self, unit: Unit | None, policy: PlacementPolicy, runtime: Runtime) -> None:
@@ -57,6 +58,7 @@ class Piece:
         self.nbytes = 0
         self.stays = True
         self.home: Home | None = None
+        self.reserved: UnitFile | None = None
 
     @property
     def path(self) -> str:
@@ -144,7 +146,7 @@ class StreamedStep(LocalStep):
         """Plan where states are, unless that is known. Moves nothing.
 
         Raises ShardingError for a budget that is too small, for a folder that cannot be written to, and for
-        state that cannot be moved.
+        state that cannot be moved; AllocationError for a disk with too little space.
         """
         self._find_parameters()
         if self._planned is self._local_lists:
@@ -155,6 +157,8 @@ class StreamedStep(LocalStep):
             place, runtime = piece.policy.optimizer, piece.runtime
             if piece.nbytes and (place == "disk" or (place == "host" and runtime.has_streams)):
                 groups.setdefault((runtime.device, piece.policy), []).append(piece)
+        homes = [piece for piece in self.pieces if piece.home is not None]
+        at_home = set(itertools.chain.from_iterable(piece.shards for piece in homes))
         channels = {}
         for (device, policy), own in groups.items():
             sizes, budget = [piece.nbytes for piece in own], policy.device_nbytes
@@ -165,9 +169,13 @@ class StreamedStep(LocalStep):
                     f"device_nbytes={least_budget(sizes):,} or more."
                 )
             planned = plan_state(sizes, budget)
+            channel = _Channel(Runtime.of(device), policy, planned.slot_nbytes)
             for piece, stays in zip(own, planned.stays, strict=True):
                 piece.stays = stays
-            channels[device, policy] = _Channel(Runtime.of(device), policy, planned.slot_nbytes)
+                # What has a file already moves to another one at a time: reserved at once, they take twice the space.
+                if channel.files is not None and not stays and at_home.isdisjoint(piece.shards):
+                    piece.reserved = channel.files.create(piece.path, piece.nbytes)
+            channels[device, policy] = channel
         self._come_home()
         self.pieces, self._channels, self._planned = pieces, channels, self._local_lists
         self._was_shown = True
@@ -221,7 +229,9 @@ class StreamedStep(LocalStep):
         stand_in = nn.Parameter(torch.zeros(_NUM_TRIED, dtype=shard.dtype, device=shard.device))
         stand_in.grad = torch.zeros_like(stand_in)
         copy.param_groups = [{**self._groups()[number], "params": [stand_in]}]
+        kept = _Kept(optimizer)
         own_step(kind)(copy)
+        kept.put_back()  # tensors in which it counts are its copy's as well
         sizes = []
         for key, value in copy.state[stand_in].items():
             if is_moved(value) and value.numel() == _NUM_TRIED:
@@ -329,8 +339,12 @@ class StreamedStep(LocalStep):
             if not layout.entries:
                 piece.home = None
                 return
-            files = self._channel(piece).files
-            home = Home(layout, files, piece.path, pins=piece.policy.pin_memory)
+            files, file = self._channel(piece).files, piece.reserved
+            piece.reserved = None
+            if files is not None and (file is None or file.nbytes != layout.nbytes):
+                del file  # which gives its space back
+                file = files.create(piece.path, layout.nbytes)
+            home = Home(layout, files, file, pins=piece.policy.pin_memory)
         else:
             home.finish(piece.runtime)
         if home.file is None:
@@ -365,16 +379,12 @@ class StreamedStep(LocalStep):
                 loss = closure()
         self.plan()
         self.enter()
-        groups = optimizer.param_groups
-        before = [dict(group) for group in groups]
-        run = functools.partial(
-            _run, functools.partial(inner, optimizer, **options), groups, before
-        )
+        kept = _Kept(optimizer)
+        run = functools.partial(_run, functools.partial(inner, optimizer, **options), kept)
         try:
             self._step(run)
         finally:
-            for group, own in zip(groups, before, strict=True):
-                group["params"] = own["params"]
+            kept.give_parameters(kept.parameters)
             self.leave()
         return loss
 
@@ -584,21 +594,48 @@ class _Passes(PassWatcher):
             step.fetch_early(unit, self._level - (unit.runtime.allocated_nbytes or 0))
 
 
-def _run(
-    inner: Callable[[], Any],
-    groups: list[dict[str, Any]],
-    before: list[dict[str, Any]],
-    pieces: Sequence[Piece],
-) -> None:
-    """Step on what pieces have. before: the groups as they were, so that all pieces find the same options."""
+class _Kept:
+    """What an optimizer keeps beside its state, so that each piece finds in one step what the first one found.
+
+    These are the options of its groups and its own attributes: a counter of steps, say. What is bound to another
+    value is bound again, and tensors of one element are written again. After the last piece all stays as that left it.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self._groups = optimizer.param_groups
+        self._parts: list[dict[str, Any]] = [*self._groups, vars(optimizer)]
+        self._before = [dict(part) for part in self._parts]
+        self.parameters = [group["params"] for group in self._groups]
+        values = itertools.chain.from_iterable(part.values() for part in self._before)
+        self._written = [
+            (value, value.detach().clone())
+            for value in values
+            if isinstance(value, torch.Tensor) and value.numel() == 1
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for part, before in zip(self._parts, self._before, strict=True):
+            part.update(before)
+            for name in part.keys() - before.keys():
+                del part[name]
+        for value, number in self._written:
+            value.copy_(number)
+
+    def give_parameters(self, lists: Iterable[list[torch.Tensor]]) -> None:
+        for group, params in zip(self._groups, lists, strict=True):
+            group["params"] = params
+
+
+def _run(inner: Callable[[], Any], kept: _Kept, pieces: Sequence[Piece]) -> None:
+    """Step on what pieces have."""
     members: dict[int, list[torch.Tensor]] = collections.defaultdict(list)
     for piece in pieces:
         for number, shards in piece.members.items():
             members[number] += shards
     if members:
-        for number, (group, own) in enumerate(zip(groups, before, strict=True)):
-            group.clear()
-            group.update(own, params=members[number])
+        kept.put_back()
+        kept.give_parameters([members[number] for number in range(len(kept.parameters))])
         inner()
 
 

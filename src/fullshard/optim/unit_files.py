@@ -46,7 +46,7 @@ _LIMITS = {
     errno.ENOSPC: "",
     errno.EDQUOT: "",
     errno.EFBIG: " (a limit of the filesystem, or of this process: ulimit -f)",
-    errno.EMFILE: " (a limit of this process: ulimit -n)",
+    errno.EMFILE: " (a limit of this process, which needs a file for each unit: ulimit -n)",
     errno.ENFILE: "",
 }
 _NO_DISK = {
@@ -165,6 +165,10 @@ class UnitFiles:
                 raise AllocationError(f"{what}, and its filesystem has {free:,} free. {remedy}")
             file = UnitFile(self, name, nbytes, self._open(padded(nbytes), self.how))
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                remedy = "Allow more open files, or join units."
+            elif not self.folder.is_dir():
+                remedy = "Its folder was removed: create it."
             if error.errno in _LIMITS:
                 hint = _LIMITS[error.errno]
                 raise AllocationError(f"{what}: {error.strerror}{hint}. {remedy}") from error

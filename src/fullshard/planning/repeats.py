@@ -196,4 +196,6 @@ def _given(leaf: Any, is_handed_on: bool) -> Any:
     """Return what tells one input from another. With a gradient, the first of a row is what later ones are handed."""
     if not isinstance(leaf, Tensor):
         return _comparable(leaf)
-    return _form(leaf), None if is_handed_on or leaf.requires_grad else WeakIdRef(leaf)
+    if is_handed_on or leaf.requires_grad:
+        return _form(leaf), False, None
+    return _form(leaf), True, WeakIdRef(leaf)  # which compares itself with nothing but its kind

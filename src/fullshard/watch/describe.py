@@ -19,7 +19,7 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.plan.gradient_dtypes import reduce_dtypes
 from fullshard.plan.layout import Route
-from fullshard.policies import UnitConfig, Unused
+from fullshard.policies import PlacementPolicy, UnitConfig, Unused
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class UnitDescription:
     shard_size, replicate_size: ranks on each axis of the mesh.
     state_nbytes, state_place: of the optimizer's state where `stream_state` keeps it: "device", "host" or
         "disk (/scratch, direct)", with the way it is read; "" if nobody has called it.
+    state_asked: "host" or "disk" where a policy asks for it and nobody has called `stream_state`; else "".
     """
 
     name: str
@@ -67,6 +68,7 @@ class UnitDescription:
     replicate_size: int = 1
     state_nbytes: int = 0
     state_place: str = ""
+    state_asked: str = ""
     is_kept: bool = False
 
     def __str__(self) -> str:
@@ -88,6 +90,9 @@ class UnitDescription:
             "offloaded to CPU" if self.offload else "",
             f"{format_nbytes(self.state_nbytes)} of optimizer state on {self.state_place}"
             if self.state_place
+            else "",
+            f"optimizer state on {self.state_asked} once stream_state(optimizer) is called, not before"
+            if self.state_asked
             else "",
         ]
         lines = [
@@ -228,8 +233,17 @@ def _describe(shown: DescribedUnit) -> UnitDescription:
         replicate_size=plan.replicate_size,
         state_nbytes=state_nbytes,
         state_place=state_place,
+        state_asked="" if unit.state_place is not None else _asked(unit.config),
         is_kept=unit.config.is_kept,
     )
+
+
+def _asked(config: UnitConfig) -> str:
+    """Return where a policy wants optimizer state that leaves the device; "" if it does not."""
+    policy = config.offload_policy
+    if isinstance(policy, PlacementPolicy) and policy.optimizer != "device":
+        return policy.optimizer
+    return ""
 
 
 def _unused(config: UnitConfig) -> str:
