@@ -7,10 +7,13 @@ import enum
 from typing import Any
 
 import pytest
+from torch import nn
 from torch.distributed.fsdp import api as torch_api
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
 import fullshard
+from fullshard.errors import ShardingError
+from tests.harness import on_ranks
 
 NAMES = [*torch_api.__all__, "OptimStateKeyType"]
 ENUMS = ["BackwardPrefetch", "OptimStateKeyType", "ShardingStrategy", "StateDictType"]
@@ -58,3 +61,10 @@ def test_fields_may_be_set_later() -> None:
     config = fullshard.FullStateDictConfig(rank0_only=True)
     config.offload_to_cpu = True
     assert config == fullshard.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+
+
+@on_ranks(2)
+def test_an_offload_of_another_kind_is_refused() -> None:
+    for wrong in (True, fullshard.PlacementPolicy(), fullshard.CPUOffloadPolicy()):
+        with pytest.raises(ShardingError, match="cpu_offload"):
+            fullshard.FullyShardedDataParallel(nn.Linear(2, 2), cpu_offload=wrong)  # type: ignore[arg-type]

@@ -203,7 +203,10 @@ def test_what_an_optimizer_counts_on_itself_counts_steps_and_not_units() -> None
     found = []
     for streams in (True, False):
         model = _sharded()
-        optimizer: Any = _Counting(model.parameters())
+        alone = nn.Parameter(torch.zeros(1))
+        alone.grad = torch.ones(1)
+        optimizer: Any = _Counting([alone, *model.parameters()])
+        optimizer.alone = alone  # of one element, and no counter
         if streams:
             fullshard.stream_state(optimizer, _on_disk(), elementwise=True)
         _train(model, optimizer, range(3))
@@ -216,7 +219,8 @@ def test_what_an_optimizer_counts_on_itself_counts_steps_and_not_units() -> None
             group["drawn"].item(),
         )
         assert counted == (3, 3.0, 1, 3, 6.0)
-        found.append(_values(model, optimizer))
+        assert alone.item() != 0
+        found.append([*_values(model, optimizer), alone.detach()])
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 

@@ -200,6 +200,16 @@ def test_a_limit_of_the_process_is_named(files: UnitFiles, kind: int, value: int
     files.create("layer", _SMALL)
 
 
+def test_a_folder_that_was_removed_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    files = UnitFiles(folder, rank=0)
+    folder.rmdir()
+    with pytest.raises(StateError, match="create it"):
+        files.create("layer", _SMALL)
+    files.close()
+
+
 def test_a_disk_that_fills_up_while_space_is_reserved_is_refused(files: UnitFiles) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     before = _open_files()

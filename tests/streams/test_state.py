@@ -146,6 +146,15 @@ def test_a_budget_below_what_a_unit_takes_is_refused_by_number(lab: Lab) -> None
     )
 
 
+def test_parameters_that_a_policy_cannot_move_are_refused(lab: Lab) -> None:
+    optimizer = _adamw(shard(_problem()))
+    with pytest.raises(ShardingError, match="offload_policy"):
+        fullshard.stream_state(
+            optimizer, fullshard.PlacementPolicy(parameters="host", optimizer="host")
+        )
+    assert type(optimizer) is optim.AdamW
+
+
 def test_units_say_where_their_state_is(lab: Lab) -> None:
     problem = _problem()
     for number, block in enumerate(problem.units):

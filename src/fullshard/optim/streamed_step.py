@@ -607,10 +607,11 @@ class _Kept:
         self._before = [dict(part) for part in self._parts]
         self.parameters = [group["params"] for group in self._groups]
         values = itertools.chain.from_iterable(part.values() for part in self._before)
+        # Not parameters and their kin: what a unit has stepped on stays stepped on.
         self._written = [
             (value, value.detach().clone())
             for value in values
-            if isinstance(value, torch.Tensor) and value.numel() == 1
+            if type(value) is torch.Tensor and value.numel() == 1
         ]
 
     @torch.no_grad()
