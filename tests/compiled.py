@@ -37,6 +37,31 @@ class Block(nn.Module):
         return x + self.down(self.up(self.norm(x)).relu())
 
 
+class Regional(Block):
+    """A block with a region that is compiled once for all of them."""
+
+    @torch.compiler.nested_compile_region  # type: ignore[untyped-decorator]
+    def inner(self, x: Tensor) -> Tensor:
+        """Apply the layers."""
+        return self.down(self.up(x).relu())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the region's output."""
+        return x + self.inner(self.norm(x))
+
+
+class Branching(Block):
+    """A block of which the batch says what it computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add what one of two functions returns."""
+        rectified, smooth = self._with(torch.relu), self._with(torch.tanh)
+        return x + torch.cond(x.sum() > 0, rectified, smooth, (self.norm(x),))
+
+    def _with(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: self.down(function(self.up(x)))
+
+
 class Stack(nn.Sequential):
     """A sequence whose forward is not the library's, so that the compiler looks at it. (n, 16) -> (n, 4)."""
 
@@ -47,10 +72,10 @@ class Stack(nn.Sequential):
         return x
 
 
-def make_model() -> Stack:
+def make_model(block: Callable[[], Block] = Block) -> Stack:
     """Build the same two blocks and a layer on every rank."""
     torch.manual_seed(0)
-    return Stack(Block(), Block(), nn.Linear(16, 4, bias=False))
+    return Stack(block(), block(), nn.Linear(16, 4, bias=False))
 
 
 Shard = Callable[[nn.Sequential], nn.Module]
@@ -135,7 +160,7 @@ WAYS = {EAGER: _plain, **BLOCKS, **WHOLE}
 class Program:
     """What a program compiles and how it trains.
 
-    way: of `WAYS`. face: ``fully_shard``, or the wrapper, which keeps the parameters or makes flat ones of them.
+    way: of `WAYS`. block: what a block is. face: ``fully_shard``, or the wrapper, which keeps the parameters or makes flat ones of them.
     compiler: arguments of `torch.compile`. options: of the face.
     sizes: a rank's batches, in turn. evaluates: without gradients, before each step. freezes: the blocks' last
         layers, or the second block where parameters are flat, in every second step.
@@ -143,6 +168,7 @@ class Program:
     """
 
     way: str = "in place before"
+    block: Callable[[], Block] = Block
     face: str = "fully_shard"
     compiler: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -170,6 +196,8 @@ PROGRAMS = {
     "stays-whole": Program(options={"reshard_after_forward": False}),
     "freezing": Program(freezes=True, num_steps=4),
     "optimizer": Program(compiles_optimizer=True),
+    "regions": Program(block=Regional, compiler=_FULL),
+    "branches": Program(block=Branching, compiler=_FULL),
     "wrapper": Program(face="wrapper", compiler=_FULL),
     "wrapper-whole": Program("whole after", face="wrapper"),
     "flat": Program(face="flat", compiler=_FULL),
@@ -211,7 +239,7 @@ def train(library: Any, program: Program, *, backend: str, device: torch.device 
     forget_compiled()
     counter, run = CompileCounterWithBackend(backend), Run()
     model = WAYS[program.way](
-        make_model().to(device),
+        make_model(program.block).to(device),
         lambda model: _shard(library, model, program, device),
         {"backend": counter, **program.compiler},
     )

@@ -144,6 +144,20 @@ def is_compiled_backward() -> bool:
     return bool(getattr(module, "in_compiled_autograd_region", False))
 
 
+def around_compilations(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """Call functions before and after each compilation, unless that is so or nothing was compiled yet.
+
+    ``torch._dynamo.reset()`` forgets them.
+    """
+    if (module := sys.modules.get("torch._dynamo.callback")) is None:
+        return
+    with _to("show the compiler parameters that share no memory"):
+        handler = module.callback_handler
+        if begin not in handler.start_callbacks:
+            handler.register_start_callback(begin)
+            handler.register_end_callback(end)
+
+
 # The name of the module inside a compiled one, in paths of parameters.
 COMPILED_MODULE = "_orig_mod"
 

@@ -104,6 +104,18 @@ def test_wrapped_blocks_are_full_graphs(api: Api, name: str) -> None:
     assert run.num_graphs[2:] == [run.num_graphs[1]] * (len(run.num_graphs) - 2)
 
 
+@pytest.mark.apis("process_group")  # with memory of its own; the programs below share it
+@pytest.mark.parametrize("name", ["regions", "branches"])
+@on_ranks(2, limit_s=LIMIT_S)
+def test_operators_that_take_functions_may_read_several_parameters_of_a_unit(
+    api: Api, name: str
+) -> None:
+    """Of tensors that share a storage the compiler would refuse all but one, and all parameters of a unit do."""
+    run = train(api, PROGRAMS[name], backend=AOT)
+    assert_same(run, train(api, eagerly(PROGRAMS[name]), backend=AOT))
+    assert run.num_graphs == [run.num_graphs[0]] * 3
+
+
 @pytest.mark.apis("peer_memory")  # compiled code does not communicate
 @repeats(lambda s: s["world_size"] == 1 or (s["name"] != "full-graph" and s["backend"] != AOT))
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from fullshard.engine.adoption import adopt, fall_back, follow_moves, keep_stray
 from fullshard.engine.checks.gradients import UnusedWatch
 from fullshard.engine.checks.path import Path, StepChecks
 from fullshard.engine.checks.writes import StayedUnits, WriteWatch, is_whole
+from fullshard.engine.compiling import note_computing
 from fullshard.engine.finalization import Finalization
 from fullshard.engine.gradients.queue import ReductionQueue
 from fullshard.engine.guard.param_watch import ModelWatch
@@ -260,6 +261,7 @@ class Iteration:
         self.has_run = True
         self._to(Stage.FORWARD)
         self.root, self._caller = weakref.ref(root), caller
+        note_computing(self, self.units)
         self._path.begin_forward(root.state.all_units[0])
         is_labelling = type(self.observer) is ProfilerLabels  # what nobody traces, for a profiler
         if is_labelling != profiler._is_profiler_enabled and (
@@ -526,6 +528,7 @@ class Iteration:
             self._was_captured = runtime.is_capturing
         self.finalization.check_ended("backward")
         self.finalization.begin_backward()
+        note_computing(self, self.units)  # autograd may run it in a thread of its own
         self.backward.end = weakref.ref(end)
         self._to(Stage.BACKWARD if self.stage is Stage.IDLE else Stage.NESTED)
         self._path.begin(StepPhase.BACKWARD)
