@@ -621,6 +621,20 @@ def test_optimizers_of_different_parameters_are_refused_on_every_rank(api: Api) 
 
 
 @on_default_comm
+@pytest.mark.ours("waits")
+@pytest.mark.parametrize("lacks", ["parameter", "state"])
+@on_ranks(2)
+def test_sharded_values_that_a_rank_lacks_are_named_on_every_rank(api: Api, lacks: str) -> None:
+    run = _run(api, use_orig_params=True)
+    state = _save(api, run, "SHARDED")
+    if rank() == 1:
+        own = state["state"]
+        own.pop("stem.weight") if lacks == "parameter" else own["stem.weight"].pop("exp_avg")
+    with pytest.raises(RuntimeError, match=r"rank 1 has none of stem\.weight"):
+        _load(api, run, state, "SHARDED")
+
+
+@on_default_comm
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
 @on_ranks(2)
 def test_flat_parameter_has_one_step(api: Api, kind: str) -> None:

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_optimizer_state_dict,
     get_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 
@@ -53,6 +55,25 @@ def test_state_dicts_of_torch_need_no_install(api: Api, full: bool, use_orig_par
         assert set(own["state"]) == {name for name, _ in net().named_parameters()}
         set_state_dict(*other, model_state_dict=state, optim_state_dict=own, options=options)
     assert_equal(_whole(*other), _whole(*model))
+
+
+@pytest.mark.ours("aborts")
+@pytest.mark.parametrize("installs", [False, True])
+@in_fresh_ranks(2)
+def test_flattened_state_goes_back_to_an_optimizer_that_has_stepped(installs: bool) -> None:
+    """Of some parameters a rank has nothing, so that its optimizer does not know the names of their state."""
+    if installs:
+        fullshard.install()
+    model, optimizer = _trained(Api("process_group"), 1, use_orig_params=True)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    expected = _whole(model, optimizer)
+    with quiet():
+        state = get_optimizer_state_dict(model, optimizer, options=options)
+    train(model, optimizer, 1)
+    with quiet():
+        set_optimizer_state_dict(model, optimizer, state, options=options)
+    own = {name: value for name, value in _whole(model, optimizer).items() if "/" in name}
+    assert_equal(own, {name: expected[name] for name in own})
 
 
 @pytest.mark.apis("peer_memory")

@@ -8,9 +8,12 @@ stands for both. Models with our wrappers are then saved by ours, all others by 
 
 import dataclasses
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from fullshard.errors import StateError
 from fullshard.faces.interop import wrapped_state
@@ -23,6 +26,8 @@ from fullshard.state.options import StateDictType
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _STATE_OF = "_get_module_fsdp_state_if_fully_sharded_module"
 _HYBRID = "HYBRID_SHARDING_STRATEGIES"
+_UNFLATTEN = "_unflatten_optim_state_dict"
+_flattened = Replacements("flattened optimizer state of wrappers of fullshard can be loaded")
 _names = Replacements("torch's distributed state dicts recognise wrappers of fullshard")
 
 
@@ -85,6 +90,8 @@ def recognise(ours: type[StateDictMethods]) -> None:
     Does nothing if they do already, after an earlier call or through `install`.
     """
     module: Any = importlib.import_module(_MODULE)
+    if not _flattened and hasattr(module, _UNFLATTEN):
+        _unflatten_all(module, ours)
     theirs = module.FSDP
     if theirs is ours or isinstance(theirs, _Either):
         return
@@ -99,6 +106,37 @@ def recognise(ours: type[StateDictMethods]) -> None:
         _names.set(module, _STATE_OF, state_of)
     if (strategies := getattr(module, _HYBRID, None)) is not None:
         _names.set(module, _HYBRID, [*strategies, *HYBRID_SHARDING_STRATEGIES])
+
+
+def _unflatten_all(module: Any, ours: type[StateDictMethods]) -> None:
+    theirs = getattr(module, _UNFLATTEN)
+
+    def unflatten(optim: Optimizer, state_dict: dict[str, Any], info: Any) -> Any:
+        is_ours = any(isinstance(each, ours) for each in info.fsdp_modules)
+        with _knowing_names(optim, state_dict, info) if is_ours else nullcontext():
+            return theirs(optim, state_dict, info)
+
+    _flattened.set(module, _UNFLATTEN, unflatten)
+
+
+@contextmanager
+def _knowing_names(optim: Optimizer, state_dict: dict[str, Any], info: Any) -> Iterator[None]:
+    """Let an optimizer have the names of all state in a flattened dict, for as long as torch goes by them.
+
+    An optimizer has no state of a parameter of which this rank owns nothing. Torch would leave that out,
+    although ranks exchange it.
+    """
+    lacking = [p for group in optim.param_groups for p in group["params"] if not optim.state.get(p)]
+    for parameter in lacking:
+        for name in info.fqn_param_mapping[parameter]:
+            prefix = f"state.{name}."
+            keys = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
+            optim.state[parameter] |= dict.fromkeys(key.partition(".")[0] for key in keys)
+    try:
+        yield
+    finally:
+        for parameter in lacking:
+            del optim.state[parameter]
 
 
 def _as_ours(config: Any) -> Any:

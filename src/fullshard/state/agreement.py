@@ -82,7 +82,7 @@ def agree(
 
     names: of each unit's parameters; ranks with others are stages of a pipeline, and agree among
     themselves. everyones: the ranks' `digests_of`, if they are known. Raises StateError if a rank owns a
-    part of a parameter but has no state of it, while others have; on all ranks that have its units.
+    part of a parameter but lacks state of it that others have; on all ranks that have its units.
     """
     if everyones is None:
         everyones = gather_objects(digests_of(mine, names), group, _LABEL)
@@ -159,8 +159,13 @@ def _merge(reports: Sequence[Report], ranks: Sequence[int]) -> Agreed:
 
 
 def _lacking(report: Report, agreed: Agreed) -> list[int]:
-    has = report.dtypes.keys() | report.others.keys()
-    return sorted((report.owned & agreed.kinds.keys()) - has)
+    def lacks(index: int) -> bool:
+        own = {**report.others.get(index, {}), **report.dtypes.get(index, {})}
+        is_there = index in report.dtypes or index in report.others
+        names = [name for name, dtype in agreed.kinds[index].items() if dtype is not None]
+        return not is_there or any(name not in own for name in names)
+
+    return sorted(filter(lacks, report.owned & agreed.kinds.keys()))
 
 
 def _map(others: Others, function: Any) -> Others:

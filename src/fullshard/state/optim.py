@@ -48,6 +48,7 @@ from fullshard.state.optim_units import (
     put_together,
     report,
     take_apart,
+    wanted,
 )
 from fullshard.state.structure import Structure, structure_of
 from fullshard.state.unit_values import sharded_values, whole_values
@@ -222,7 +223,8 @@ def load(
     it. is_named: the optimizer's own state dicts are by name too, and must hold state of every
     parameter, so those of which this rank owns nothing keep the state that they have.
 
-    Raises ShardingError for a dict without "state", or with values of other shapes.
+    Raises ShardingError for a dict without "state", or with values of other shapes, and StateError if ranks have
+    sharded values of different state.
     """
     if rank0_only:
         state_dict = _spread(state_dict, group)
@@ -235,6 +237,10 @@ def load(
     trained = trained_in(structure)
     keys = keys_of_parameters(model, optim, trained, optim_input, is_named=is_named)
     kept: Mapping[Any, Any] = optim.state if is_named and optim is not None else {}
+    names = names_of_trained(trained)
+    reports = [wanted(names[id(unit)], state_dict["state"]) for unit, _ in structure.units]
+    if any(report.dtypes for report in reports):
+        agree(reports, [names[id(unit)] for unit, _ in structure.units], group)
     loaded = _state_to_load(structure, trained, keys, state_dict["state"], kept)
     result: StateDict = {"state": loaded}
     known = {name for entry in trained.values() for name in entry.names}

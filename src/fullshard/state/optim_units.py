@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fullshard.engine.unit import Unit
 from fullshard.errors import ShardingError
@@ -78,6 +79,23 @@ def complete(unit: Unit, state: UnitState, kinds: Kinds) -> dict[tuple[int, str]
 
 
 # Loading
+
+
+def wanted(names: Mapping[int, str], source: Mapping[str, Any]) -> Report:
+    """Return which state tensors of a unit are sharded values in a state dict, for `agree`: ranks exchange those.
+
+    names: of the unit's parameters, by index.
+    """
+    dtypes = {
+        index: {
+            key: value.dtype
+            for key, value in source[name].items()
+            if isinstance(value, (DTensor, ShardedTensor))
+        }
+        for index, name in names.items()
+        if name in source
+    }
+    return Report({index: own for index, own in dtypes.items() if own}, {}, set(names))
 
 
 def cut(unit: Unit, names: Mapping[int, str], source: Mapping[str, Any]) -> UnitState:
