@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
@@ -19,7 +21,7 @@ import fullshard
 from tests.api import Api
 from tests.fresh import in_fresh_ranks
 from tests.fsdp1.models import full_value, net, orig_params, quiet, train, wrap
-from tests.harness import on_ranks
+from tests.harness import on_ranks, rank
 from tests.training import assert_equal
 
 kinds = pytest.mark.parametrize("full", [True, False], ids=["full", "sharded"])
@@ -55,6 +57,22 @@ def test_state_dicts_of_torch_need_no_install(api: Api, full: bool, use_orig_par
         assert set(own["state"]) == {name for name, _ in net().named_parameters()}
         set_state_dict(*other, model_state_dict=state, optim_state_dict=own, options=options)
     assert_equal(_whole(*other), _whole(*model))
+
+
+@orig_params
+@on_ranks(2)
+def test_part_of_a_state_dict_that_the_first_rank_has_is_loaded(
+    api: Api, use_orig_params: bool
+) -> None:
+    other, _ = _trained(api, 1, use_orig_params=use_orig_params, steps=1)
+    model, _ = _trained(api, 5, use_orig_params=use_orig_params, steps=1)
+    whole = StateDictOptions(full_state_dict=True)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    with quiet():
+        expected, given = (get_model_state_dict(each, options=whole) for each in (model, other))
+        part = {name: value for name, value in given.items() if name.startswith("blocks.0")}
+        set_model_state_dict(model, dict(part) if rank() == 0 else {}, options=options)
+        assert_equal(get_model_state_dict(model, options=whole), expected | part)
 
 
 @pytest.mark.ours("aborts")

@@ -45,6 +45,7 @@ from fullshard.state.unit_parts import (
     parts_of,
     show_pieces,
     slots_of,
+    trained_of,
 )
 from fullshard.state.unit_values import locals_of, sharded_values
 from fullshard.torch_private import ShardedTensor
@@ -159,6 +160,9 @@ def before_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *
     given = {index: state_dict[key] for index, key in keys if key in state_dict}
     named = {index: clean_name(key) for index, key in keys}
     pieces = {index: parts.local(index) for index in given}  # what is there already
+    # Torch fills up what a dict lacks with the model's own parameters (`broadcast_from_rank0`).
+    own = {id(parameter) for parameter, _ in trained_of(unit)}
+    given = {index: value for index, value in given.items() if id(value) not in own}
     for index, value in list(given.items()):
         if not _fits(value, parts.placed(index).shape, named[index], errors):
             del given[index]
