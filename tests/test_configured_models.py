@@ -500,12 +500,13 @@ def test_code_that_comes_with_a_model_and_other_ways_to_attend_are_left_out() ->
     "counts",
     [
         {"model_type": "llama", "num_hidden_layers": 10**9},
+        {"model_type": "llama", "num_hidden_layers": -1},
         {"model_type": "gpt2", "n_layer": 10**6},
         {"model_type": "mixtral", "num_hidden_layers": 5000, "num_local_experts": 5000},
         {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}},
     ],
 )
-def test_more_layers_than_any_model_has_are_not_built(counts: dict[str, Any]) -> None:
+def test_numbers_of_layers_that_no_model_has_are_not_built(counts: dict[str, Any]) -> None:
     with pytest.raises(ModelConfigError, match="layers"):
         build_from_config(counts, seed=0)
 

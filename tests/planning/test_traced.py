@@ -331,6 +331,22 @@ def test_attention_is_in_one_kernel_on_a_gpu(
         )
 
 
+@pytest.mark.parametrize("options", [{}, {"enable_gqa": True}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_heads_that_do_not_fit_are_refused(
+    options: dict[str, Any], dtype: torch.dtype | None
+) -> None:
+    attention = Attention(**options)
+    attention.key = attention.value = nn.Linear(64, 48)
+    trace = TraceOptions(MixedPrecisionPolicy(dtype), loss=_loss, attends_as_gpu=True)
+    with pytest.raises(TraceError, match="Attention"):
+        trace_workload(
+            Stack([attention], False),
+            Example((torch.empty(2, 32, 64, device="meta"),)),
+            options=trace,
+        )
+
+
 # Units
 
 

@@ -163,12 +163,16 @@ def transformers_config(fields: Mapping[str, Any]) -> Any:
 
 
 def _check_counts(fields: Mapping[str, Any]) -> None:
-    """Refuse more layers than any model has: Transformers makes lists and modules of as many as it is told."""
+    """Refuse numbers that no model has: Transformers makes lists and modules of as many as it is told."""
     most: dict[str, float] = {"layer": 1, "expert": 1}
     for key, value in fields.items():
         if isinstance(value, Mapping):
             _check_counts(value)
         elif isinstance(value, int | float) and (found := _COUNT.fullmatch(str(key))):
+            if value < 0:
+                raise ModelConfigError(
+                    f"the configuration says {key}: {value}; there are no fewer than 0 layers."
+                )
             most[found[1]] = max(most[found[1]], value)
     layers, experts = most.values()
     if not (layers <= _MOST_LAYERS and layers * experts <= _MOST_EXPERTS):

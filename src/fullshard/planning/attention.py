@@ -41,10 +41,13 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    shares = enable_gqa and query.shape[-3] != key.shape[-3]
+    heads = [each.shape[-3] if each.ndim > 2 else 1 for each in (query, key)]
+    shares = enable_gqa and heads[0] != heads[1]
+    # Of numbers of heads that do not fit, it is this one that complains.
+    is_odd = heads[0] % heads[1] > 0 or (heads[0] != heads[1] and not enable_gqa)
     is_equal = query.shape[-1] == key.shape[-1] == value.shape[-1]
     is_flash = attn_mask is None and is_equal and query.itemsize == 2
-    if query.ndim != 4 or (shares and not is_flash):
+    if query.ndim != 4 or is_odd or (shares and not is_flash):
         outputs, _ = attention_math(
             *(query, key, value, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=shares
         )
