@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.params.form import ParamForm, UnitMesh, redistributed, with_dtype
-from fullshard.engine.runtime import out_of_context
+from fullshard.engine.runtime import out_of_context, passing_through
 from fullshard.errors import StateError
 from fullshard.plan.gradient_dtypes import GradDtype, GradientDtypes
 from fullshard.plan.layout import ParamSpec
@@ -667,6 +667,7 @@ def accumulator_of(leaf: torch.Tensor) -> Any:
     return edge.grad_fn.next_functions[0][0]
 
 
+@passing_through
 def _gradient_arrives(reference: Reference, _: Any) -> None:
     """Tell the unit that autograd is about to accumulate a gradient on the unsharded form.
 
