@@ -7,14 +7,18 @@ bit by bit, compiled by it too.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 from torch.distributed import fsdp
 
+import fullshard
+from fullshard import step_on_shards
 from fullshard.errors import StateError
 from tests.api import Api
 from tests.compiled import (
@@ -39,6 +43,7 @@ from tests.selection import one_way, repeats
 pytestmark = one_way("the other files of this folder; tests/parity; tests/differential")
 
 AOT = "aot_eager"
+OURS = Path(fullshard.__file__).parent
 LIMIT_S = 120.0  # the first of them imports the compiler
 CPP_LIMIT_S = 600.0  # each graph takes the C++ compiler seconds
 
@@ -132,13 +137,18 @@ def test_programs_have_the_bits_of_torch_s_engine_from_no_more_graphs(
     assert compare(api, fsdp, name, backend=backend)
 
 
+@pytest.mark.parametrize("on_shards", [False, True])
 @on_ranks(2, limit_s=LIMIT_S)
-def test_compiled_function_around_a_sharded_model_trains_it(api: Api) -> None:
+def test_compiled_function_around_a_sharded_model_trains_it(api: Api, on_shards: bool) -> None:
     expected = train(api, Program(EAGER), backend=AOT)
     forget_compiled()
     model = _shard(api)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if on_shards:
+        step_on_shards(optimizer)
+    optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
     num_frames = []
+    clear_compilation_metrics()
 
     @torch.compile(backend=CompileCounterWithBackend(AOT))
     def step(x: Tensor) -> Tensor:
@@ -155,6 +165,9 @@ def test_compiled_function_around_a_sharded_model_trains_it(api: Api) -> None:
         optimizer.zero_grad()
         num_frames.append(counters["frames"]["total"])
     assert num_frames[1:] == [num_frames[1]] * 2
+    compiled = {str(each.co_filename) for each in get_compilation_metrics()}
+    assert __file__ in compiled
+    assert not [path for path in compiled if Path(path).is_relative_to(OURS)]
 
 
 @pytest.mark.ours("trains with wrong gradients")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -372,6 +373,49 @@ def test_module_moves_keep_the_parameters_sharded(api: Api) -> None:
     assert all(isinstance(p, DTensor) and p.dtype == torch.float64 for p in model.parameters())
     mean_square(model(my_part(batch))).backward()
     assert_gradients_are_parts_of(model, expected)
+
+
+def _swap(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        new = nn.Parameter(parameter.detach() * 1, requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, new)
+
+
+@pytest.mark.ours("its forward mixes dtypes once a parameter's has changed")
+@pytest.mark.parametrize("num_steps", [0, 1])
+@on_ranks(2)
+def test_what_is_frozen_is_converted_and_trains_again(api: Api, num_steps: int) -> None:
+    def load(model: nn.Module) -> None:
+        model.load_state_dict({n: p.clone() for n, p in model.state_dict().items()}, assign=True)
+
+    conversions: dict[str, Callable[[nn.Module], object]] = {
+        "another dtype": lambda model: model.double(),
+        "the same dtype": lambda model: model.float(),
+        "a module inside": lambda model: model.get_submodule("0").bfloat16().float(),
+        "swapped by the program": _swap,
+        "assigned": load,
+    }
+    for name, convert in conversions.items():
+        for runs_frozen in (True, False):
+            model, batch = mlp(), make_batch(16)
+            alone = copy.deepcopy(model)
+            api.fully_shard(model)
+            for _ in range(num_steps):
+                mean_square(model(my_part(batch))).backward()
+                model.zero_grad()
+            for each in (alone, model):
+                each[0][0].weight.requires_grad_(False)
+                convert(each)
+            assert not model[0][0].weight.requires_grad, name
+            for frozen in (True, False) if runs_frozen else (False,):
+                model.zero_grad()
+                for each in (alone, model):
+                    each[0][0].weight.requires_grad_(not frozen)
+                x = batch.to(alone[0][0].weight.dtype)
+                _check_step(model, x, gradients_alone(alone, x))
+            if convert is not load:
+                with pytest.warns(UserWarning, match=r"^0\.0\.bias: .* full_tensor\(\)"):
+                    model[0][0].bias.full_tensor().sum().backward()
 
 
 def _token_gradients(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:

@@ -314,6 +314,7 @@ def _settle_failure() -> None:
     _passes.clear()
 
 
+@eager
 def _before_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
     """Refuse a step with what a failed pass has left."""
     if _passes and _current() is None:

@@ -82,7 +82,6 @@ class ModuleState:
         self._inner: list[ModuleState] = []
         self.joined: list[Unit] = []
         self._outer: weakref.ref[ModuleState] | None = None
-        self._watching: list[Any] = []  # of a root: see `watch_direct_gradients`
         self.said: dict[str, Any] = {}
         self._config_before: UnitConfig | None = None  # while in full precision
         self._num_registrations = (
@@ -218,7 +217,7 @@ class ModuleState:
         for state in self._states:
             state._cast_buffers()
         advise(When.IS_ROOT, model)
-        self._watching = watch_direct_gradients(units)
+        watch_direct_gradients(units)
         kinds = list({type(module) for module in root.modules()})
         inner: Any = root.module if self.is_wrapper else root
         self._own_iteration = Iteration(units, kinds, type(inner).__name__)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from fullshard.engine.runtime import eager, passing_through
 from fullshard.optim.local_form import State, local_gradient, localize, show
 from fullshard.torch_private import DTensorSpec, local_part, pytree
 
@@ -81,6 +82,7 @@ class LocalStep:
         """Return a step for a copy of the optimizer that has no state yet."""
         return LocalStep(optimizer)
 
+    @passing_through
     def step(self, inner: Inner, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
         """Step on local tensors. options: of the call. Returns what the step returns."""
         if closure is not None:
@@ -91,6 +93,7 @@ class LocalStep:
         finally:
             self.leave()
 
+    @eager
     def enter(self) -> None:
         """Switch the optimizer to local tensors. If this raises, it is as it was before.
 
@@ -115,6 +118,7 @@ class LocalStep:
             self.leave()
             raise
 
+    @eager
     def leave(self) -> None:
         """Switch the optimizer back to DTensors. No effect if it was not switched."""
         if not self._is_entered:

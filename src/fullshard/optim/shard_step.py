@@ -14,6 +14,7 @@ from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.checks.optimizers import why_not_elementwise
+from fullshard.engine.runtime import passing_through
 from fullshard.errors import ShardingError, StateError
 from fullshard.optim.local_step import LocalStep, own_step
 from fullshard.optim.streamed_step import StreamedStep
@@ -195,6 +196,7 @@ def _class_on_shards(original: type[Any]) -> type[Any]:
 
 
 def _on_shards(inner: Callable[..., Any]) -> Callable[..., Any]:
+    @passing_through
     @functools.wraps(inner)
     def step(self: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         return self._local_step.step(inner, closure, options)

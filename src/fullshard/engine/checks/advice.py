@@ -78,16 +78,13 @@ def _follow_optimizers() -> None:
     )
 
 
+@eager
 def _before_step(optimizer: Optimizer, _: Any, __: Any) -> None:
     # Two comparisons in a step. Only if one differs is anything looked through.
     seen = (marks.value, len(optimizer.param_groups))
-    if optimizers.known(optimizer).seen != seen:
-        _look_through(optimizer, seen)
-
-
-@eager
-def _look_through(optimizer: Optimizer, seen: tuple[int, int]) -> None:
     record = optimizers.known(optimizer)
+    if record.seen == seen:
+        return
     advise(When.NEW_OPTIMIZER, optimizer)
     is_first, record.seen = record.seen is None, seen  # after what may refuse, to look again then
     if is_first:

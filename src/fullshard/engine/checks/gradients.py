@@ -17,13 +17,12 @@ import functools
 import operator
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from fullshard.comm.outside_steps import gather_objects
 from fullshard.engine.params.dtensor import DTensorParameter
-from fullshard.engine.params.managed import accumulator_of
+from fullshard.engine.params.managed import Watch
 from fullshard.engine.runtime import outside_transforms
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, StateError
@@ -33,14 +32,12 @@ from fullshard.policies import Unused
 
 
 @outside_transforms
-def watch_direct_gradients(units: Sequence[Unit]) -> list[Any]:
+def watch_direct_gradients(units: Sequence[Unit]) -> None:
     """Warn, once, of a gradient that autograd leaves on a sharded parameter; refuse one on an original.
 
-    Call it once sharding cannot fail any more: then modules would have the originals again. Returns
-    autograd's nodes that watch: as long as somebody holds them.
+    Call it once sharding cannot fail any more: then modules would have the originals again.
     """
-    nodes: list[Any] = []
-    warn = functools.partial(_warn, has_warned=[])
+    has_warned: list[bool] = []
     for unit in units:
         for param in unit.params:
             original = param.original()
@@ -48,14 +45,11 @@ def watch_direct_gradients(units: Sequence[Unit]) -> list[Any]:
                 # A dictionary of its own: the one that it has may be the sharded parameter's as well.
                 original._post_accumulate_grad_hooks = None  # type: ignore[assignment]
                 original.register_post_accumulate_grad_hook(functools.partial(_refuse, param.name))
-        if unit.mesh.plan.data_parallel_size == 1:
-            continue
-        for param in unit.params:
-            if isinstance(param, DTensorParameter) and param.sharded.requires_grad:
-                node = accumulator_of(param.sharded)
-                node.register_prehook(functools.partial(warn, param.name))
-                nodes.append(node)
-    return nodes
+            is_alone = unit.mesh.plan.data_parallel_size == 1
+            if isinstance(param, DTensorParameter) and param.sharded.requires_grad and not is_alone:
+                # Of the tensor, not of the node that accumulates: while somebody holds that one, torch
+                # cannot swap the tensor once it is frozen, as `model.to()` does.
+                param.sharded.register_hook(Watch(_warn, param.name, has_warned))
 
 
 def _refuse(name: str, _: torch.Tensor) -> None:
@@ -67,7 +61,7 @@ def _refuse(name: str, _: torch.Tensor) -> None:
     )
 
 
-def _warn(name: str, _: tuple[torch.Tensor, ...], *, has_warned: list[bool]) -> None:
+def _warn(name: str, has_warned: list[bool], _: torch.Tensor) -> None:
     if has_warned:
         return
     has_warned.append(True)

@@ -22,26 +22,24 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fullshard.comm.interface import Scaling, Sum, shard_views
 from fullshard.engine.guard.uses import python_uses
 from fullshard.engine.params.flat import show_gradient
-from fullshard.engine.params.managed import ManagedParameter, ShardHolder
+from fullshard.engine.params.managed import ManagedParameter, ShardHolder, Watch
 from fullshard.engine.runtime import Runtime
 from fullshard.plan.gradient_buckets import wire_dtype
 from fullshard.plan.gradient_dtypes import may_overflow
 from fullshard.plan.layout import BucketLayout
 from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import UnitConfig
-from fullshard.torch_private import WithoutSubclasses, storage_uses, tensor_uses
+from fullshard.torch_private import WithoutSubclasses, local_part, storage_uses, tensor_uses
 
 _sharded, _gradient = operator.attrgetter("sharded"), operator.attrgetter("sharded.grad")
 _all_hooks = operator.attrgetter("sharded._backward_hooks", "sharded._post_accumulate_grad_hooks")
-_NONES = itertools.repeat(None)
+_NONES, _WATCH = itertools.repeat(None), frozenset([Watch])
 # PyTorch's engine asks for means in these, as sums in them do not overflow.
 _AVERAGED = (torch.float32, torch.bfloat16)
 # Pieces of gradient memory that one bucket keeps for reuse. Two, since a reduction may begin while
@@ -428,8 +426,9 @@ class BucketGradients:
         if len(set(map(id, map(_sharded, self.holders)))) < len(self.holders):
             return False  # tied after sharding: one has the gradients of both
         with WithoutSubclasses():  # by which torch reads a DTensor's attributes in half of the time
-            return not any(map(operator.is_not, map(_gradient, self.holders), _NONES)) and not any(
-                itertools.chain.from_iterable(map(_all_hooks, self.holders))
+            hooks = filter(None, itertools.chain.from_iterable(map(_all_hooks, self.holders)))
+            return not any(map(operator.is_not, map(_gradient, self.holders), _NONES)) and (
+                _WATCH.issuperset(map(type, itertools.chain.from_iterable(map(dict.values, hooks))))
             )
 
     def deposit_low(self, total: torch.Tensor, dtype: torch.dtype, present: Sequence[bool]) -> None:
@@ -474,11 +473,15 @@ class BucketGradients:
             assert view is not None
             holder = self.holders[position]
             sharded = holder.sharded
-            if sharded._backward_hooks:
+            for hook in holder.reduced_hooks if sharded._backward_hooks else ():
                 # On the host, hooks read what the lane has copied there. The other case needs no
-                # wait: they run on the lane.
+                # wait: they run on the lane. They get the gradient as users see it.
                 self.runtime.finish(self.runtime.record() if holder.local.is_cpu else None)
-                run_gradient_hooks(holder, view, self.bucket.dtype)
+                given = holder.wrap_shard(view.to(self.bucket.dtype))
+                result = hook(given)
+                new = local_part(given if result is None else result)
+                if new is not view:
+                    view.copy_(new)
             if sharded.grad is not None:
                 local = holder.local_grad
                 assert local is not None
@@ -524,19 +527,3 @@ class BucketGradients:
             )
         self._alive.add(shards)
         return shards
-
-
-def run_gradient_hooks(holder: ShardHolder, local: torch.Tensor, dtype: torch.dtype) -> None:
-    """Run the `register_hook` hooks of a sharded parameter on its reduced gradient.
-
-    Autograd never sees the sharded parameter, so nobody else runs them. They get the gradient as
-    users see it (a DTensor, of this dtype); what they return is copied into ``local``.
-    """
-    # A list: a hook may remove itself.
-    for hook in list((holder.sharded._backward_hooks or {}).values()):
-        grad = holder.wrap_shard(local.to(dtype))
-        result = hook(grad)
-        new: Any = grad if result is None else result
-        new = new._local_tensor if isinstance(new, DTensor) else new
-        if new is not local:
-            local.copy_(new)

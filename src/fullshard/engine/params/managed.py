@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.params.form import ParamForm, UnitMesh, redistributed, with_dtype
-from fullshard.engine.runtime import out_of_context
+from fullshard.engine.runtime import out_of_context, passing_through
 from fullshard.errors import StateError
 from fullshard.plan.gradient_dtypes import GradDtype, GradientDtypes
 from fullshard.plan.layout import ParamSpec
@@ -112,6 +112,12 @@ class Slot:
             module.__dict__.pop(self.name, None)
 
 
+class Watch(functools.partial[None]):
+    """A `register_hook` hook on a sharded parameter that is ours: only autograd calls it."""
+
+    __torch_unserializable__ = True  # saving the parameter need not warn
+
+
 class ShardHolder:
     """The owner of one parameter that an optimizer updates: it is given the reduced gradient.
 
@@ -134,6 +140,12 @@ class ShardHolder:
     def local_grad(self) -> torch.Tensor | None:
         """This rank's part of the reduced gradient, as a plain tensor; None if there is none."""
         return self.sharded.grad
+
+    @property
+    def reduced_hooks(self) -> list[Callable[[torch.Tensor], Any]]:
+        """Users' `register_hook` hooks, to call with the reduced gradient: autograd never sees it."""
+        hooks = self.sharded._backward_hooks or {}
+        return [hook for hook in hooks.values() if type(hook) is not Watch]
 
     @property
     def post_accumulate_hooks(self) -> list[Callable[[torch.Tensor], None]]:
@@ -369,6 +381,7 @@ class ManagedParameter(ShardHolder, abc.ABC):
                 if can_be_trained:
                     self._watch_gradients(self.unsharded)
                     self.unsharded.requires_grad_(self.requires_grad)
+                    self._required_grad = self.requires_grad
                 if self.form.annotate is not None:
                     self.form.annotate(self.unsharded)
                 if self.gradient_hooks is not None:
@@ -654,6 +667,7 @@ def accumulator_of(leaf: torch.Tensor) -> Any:
     return edge.grad_fn.next_functions[0][0]
 
 
+@passing_through
 def _gradient_arrives(reference: Reference, _: Any) -> None:
     """Tell the unit that autograd is about to accumulate a gradient on the unsharded form.
 

@@ -207,9 +207,10 @@ class UnitParams:
             param.follow_replacement()
             sharded = param.holder.sharded
             # `torch.utils.swap_tensors` gives our object the attributes of the other one, and so
-            # takes away the mark. The object is still ours.
+            # takes away the mark. The object is still ours. It has its hooks, which autograd does not know.
             if owner_of(sharded) is None:
                 mark_owner(sharded, param)
+                sharded._backward_hooks = sharded._backward_hooks
             param.follow_grad_dtype()  # taken away likewise
 
     @property
