@@ -492,18 +492,6 @@ def test_a_checkpoint_is_replaced_only_on_request(tmp_path: Path) -> None:
         fullshard.load_checkpoint(tmp_path / "c", first)
 
 
-def test_several_models_and_optimizers(tmp_path: Path) -> None:
-    models = {"actor": _net(3, 4), "critic": _net(3, 4)}
-    optimizers = {key: _stepped(model) for key, model in models.items()}
-    fullshard.save_checkpoint(tmp_path / "a", models, optimizers)
-    others = {"actor": _net(3, 4), "critic": _net(3, 4)}
-    fullshard.load_checkpoint(
-        tmp_path / "a", others, {k: torch.optim.Adam(m.parameters()) for k, m in others.items()}
-    )
-    for key, model in models.items():
-        assert all(v.equal(others[key].state_dict()[n]) for n, v in model.state_dict().items())
-
-
 @alone
 @on_ranks(2)
 def test_ranks_keep_their_own_random_states_and_values(api: Api, tmp_path: Path) -> None:
@@ -931,16 +919,6 @@ def test_one_of_several_is_not_left_out_without_a_word(tmp_path: Path) -> None:
     )
     assert {"model.b", "optimizer.b"} <= set(loaded.left_out)
     assert fullshard.load_checkpoint(tmp_path / "a", models).notes  # only the models
-
-
-def test_groups_without_parameters_get_their_options_by_their_place(tmp_path: Path) -> None:
-    model = _net(3, 4)
-    groups = [{"params": model.parameters()}, {"params": [], "lr": 0.25}]
-    optimizer = torch.optim.SGD(groups, lr=0.5)
-    fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
-    optimizer.param_groups[1]["lr"] = 9.0
-    fullshard.load_checkpoint(tmp_path / "a", model, optimizer)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
 
 
 @alone

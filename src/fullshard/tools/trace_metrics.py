@@ -341,10 +341,11 @@ def rows(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
 
 def in_steps(trace: RankTrace, spans: Sequence[_Span], *steps: int) -> list[_Span]:
     """Return what begins in one of these steps."""
+    wanted = set(steps)
     return [
         span
         for step in trace.steps
-        if step.number in steps
+        if step.number in wanted
         for span in between(spans, step.start, step.end)
     ]
 
