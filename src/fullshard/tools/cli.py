@@ -233,11 +233,8 @@ def report(
         elif as_markdown:
             print(tool.markdown(runs))
         elif several:
-            page, lines = (
-                tool.write_comparison(runs, out or Path("comparison.html")),
-                tool.comparison_lines(runs),
-            )
-            print(*lines, page.resolve().as_uri(), sep="\n")
+            page = tool.write_comparison(runs, out or Path("comparison.html"))
+            print(*tool.comparison_lines(runs), page.resolve().as_uri(), sep="\n")
         else:
             with contextlib.suppress(KeyboardInterrupt):
                 written = tool.follow(runs[0], out) if follow else tool.write_report(runs[0], out)
@@ -299,9 +296,8 @@ def main() -> None:
             app(prog_name="fullshard")
         finally:
             sys.stdout.flush()  # at Python's end nobody could catch what it raises
-    except (
-        BrokenPipeError
-    ):  # nobody reads on, as in `fullshard ... | head`; rich and typer end so as well
+    except BrokenPipeError:
+        # Nobody reads on, as in `fullshard ... | head`; rich and typer end so as well.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(Exit.FAILED)
     except OSError as error:
