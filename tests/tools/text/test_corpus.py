@@ -94,6 +94,8 @@ class TestJsonLines:
             ("{", "line 2: is not JSON"),
             ("[1]", "line 2: is not an object such as"),
             ('{"text": 7}', "line 2: field 'text' is a number, not text"),
+            ('{"text": null}', "line 2: field 'text' is null, not text. Filter"),
+            ('{"text": "a \\ud800 b"}', "line 2: holds half a character"),
         ],
     )
     def test_a_line_that_cannot_be_read_is_named(self, path: Path, line: str, said: str) -> None:
