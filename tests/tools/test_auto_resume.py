@@ -7,40 +7,19 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from fullshard.checkpoint.manifest import MANIFEST, Manifest, dumps
 from fullshard.tools import cli, commands, train
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import restarted_job
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.text.opening import open_text
+from tests.tools.conftest import save_nothing
 from tests.tools.processes import PAGES, TINY
 
 RUN = (*TINY, *PAGES, "--trace-steps", "0", "--save-every", "2", "--auto-resume")
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text"
-    path.write_bytes(bytes(range(32, 127)) * 10)
-    return path
-
-
-@pytest.fixture
-def folder(text: Path, tmp_path: Path) -> RunFolder:
-    """A run of fifty steps that has ended before its first checkpoint."""
-    config = TrainConfig(model="tiny", seq=16, data=(str(text),), steps=50)
-    folder = RunFolder(tmp_path / "run")
-    fingerprint = open_text(config, None, cache=tmp_path).survey.fingerprint
-    folder.start(config, fingerprint=fingerprint, done=0)
-    folder.checkpoints.mkdir()
-    return folder
-
-
 def _save(folder: RunFolder, step: int) -> None:
-    checkpoint = folder.checkpoints / f"step-{step:08d}"
-    checkpoint.mkdir()
-    (checkpoint / MANIFEST).write_bytes(dumps(Manifest((), {}, {})))
+    save_nothing(folder.checkpoints / f"step-{step:08d}")
 
 
 def test_it_begins_until_there_is_a_checkpoint(folder: RunFolder, text: Path) -> None:
