@@ -258,20 +258,20 @@ def export(
 
     Reads the checkpoint's files, piece by piece: no ranks are started, and no model is built.
     """
-    from fullshard.tools.progress import Copying
+    from fullshard.tools.progress import copying
     from fullshard.tools.text.tokenizer import FILE as TOKENIZER
     from fullshard.tools.text.tokenizer import how_transformers_differs
     from fullshard.tools.weights import export_run
 
     try:
-        with Copying("exporting") as bar:
+        with copying("exporting") as update:
             checkpoint, exported = export_run(
                 run,
                 hf,
                 dtype=dtype,
                 max_shard_size=max_shard_size,
                 overwrite=overwrite,
-                progress=bar.update,
+                progress=update,
             )
     except OptionError as error:
         raise refuse("export", error) from None
