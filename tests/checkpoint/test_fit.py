@@ -394,8 +394,6 @@ def test_moments_are_never_dropped(tmp_path: Path) -> None:
     fullshard.save_checkpoint(tmp_path / "b", model)
     with pytest.raises(CheckpointError, match=r"the checkpoint lacks[^\n]*: 1\n    optimizer"):
         fullshard.load_checkpoint(tmp_path / "b", model, optimizer)
-    with pytest.raises(StateError, match="parameters that the model does not have"):
-        fullshard.save_checkpoint(tmp_path / "c", _net(3, 4), optimizer)
 
 
 def test_tied_and_untied(tmp_path: Path) -> None:
@@ -483,28 +481,10 @@ def test_a_checkpoint_is_replaced_only_on_request(tmp_path: Path) -> None:
     assert first[0].weight.equal(second[0].weight)
     assert len(list((tmp_path / "a").iterdir())) == 2
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "notes.txt").touch()
-    with pytest.raises(CheckpointError, match="other files"):
-        fullshard.save_checkpoint(tmp_path / "b", first, overwrite=True)
     with pytest.raises(CheckpointError, match="has no manifest"):
         fullshard.load_checkpoint(tmp_path / "b", first)
     with pytest.raises(CheckpointError, match="is no folder"):
         fullshard.load_checkpoint(tmp_path / "c", first)
-
-
-@alone
-@on_ranks(2)
-def test_ranks_keep_their_own_random_states_and_values(api: Api, tmp_path: Path) -> None:
-    model = mlp()
-    api.fully_shard(model, mesh=mesh_of(2))
-    torch.manual_seed(rank())
-    fullshard.save_checkpoint(tmp_path / "a", model, extra={"position": 10 * rank(), "same": 1})
-    drawn = torch.rand(3)
-    torch.manual_seed(77)
-    loaded = fullshard.load_checkpoint(tmp_path / "a", model)
-    assert torch.rand(3).equal(drawn)
-    assert loaded.extra["same"] == 1
-    assert loaded.extra["position"] == 10 * rank()
 
 
 def _save_own(api: Api, folder: Path) -> None:
