@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import subprocess
 import sys
 import types
 import warnings
@@ -25,7 +24,6 @@ from torch.distributed.checkpoint.state_dict import (
 import fullshard
 from fullshard.run import main
 from tests.fresh import Ended, in_fresh_ranks, in_warm_forks
-from tests.tools.processes import Result, environment
 from tests.training import assert_equal, full_parameters, local_gradients, make_batch, mean_square
 
 ENGINE = "torch.distributed.fsdp._fully_shard"
@@ -281,22 +279,6 @@ def test_checkpoint_functions_read_and_write_the_model() -> None:
 # python -m fullshard.run
 
 
-def _run(folder: Path, *arguments: str, torchrun: int = 0) -> Result:
-    """Run `python -m fullshard.run` in a folder."""
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}", "-m"]
-    source = str(Path(fullshard.__file__).parents[1])  # PYTHONPATH may be relative to this folder
-    done = subprocess.run(
-        [sys.executable, "-m", *(launcher if torchrun else ()), "fullshard.run", *arguments],
-        env={**environment(), "PYTHONPATH": source},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return Result(done.returncode, done.stdout, done.stderr)
-
-
 def _run_in_fork(folder: Path, *arguments: str) -> Ended:
     """Run what `python -m fullshard.run` runs."""
     (done,) = in_warm_forks(
@@ -391,38 +373,6 @@ def test_help_shows_how_to_call_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fullshard run --ranks 2 --trace" in text
     assert "-m fullshard.run -m pkg.train" in text
     assert "--comm" in text
-
-
-TRAINING = """
-import sys
-import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-
-dist.init_process_group("gloo")
-model = torch.nn.Linear(8, 8)
-fully_shard(model)
-model(torch.ones(2, 8)).sum().backward()
-
-import fullshard
-unit, = fullshard.describe(model).units
-shape = "x".join(map(str, model.weight.grad.to_local().shape))
-line = f"rank {dist.get_rank()} of {dist.get_world_size()}: {shape}, {unit.communication}"
-sys.stdout.write(" ".join([line, *sys.argv[1:]]) + "\\n")  # at once: ranks share the pipe
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.long  # test_readme.py starts one too
-def test_torchrun_starts_an_unmodified_script(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAINING)
-    done = _run(tmp_path, "--comm", "process_group", "train.py", "--steps", "3", torchrun=2)
-    assert done.code == 0, done.err
-    lines = sorted(done.out.splitlines())
-    assert len(lines) == 2
-    for number, line in enumerate(lines):
-        assert line.startswith(f"rank {number} of 2: 4x8, process group")
-        assert line.endswith(" --steps 3")
 
 
 SPAWNING = """

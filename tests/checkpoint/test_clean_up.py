@@ -289,6 +289,25 @@ def _draft(place: Place, name: str) -> Any:
     return folder_at(f"{place.url}/{name}").draft(secrets.token_hex(4), overwrite=False)
 
 
+def test_two_jobs_do_not_write_to_one_place(
+    place: Place, short_beats: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 2)
+    other = _draft(place, "a")
+    with pytest.raises(CheckpointError, match=f"another job is writing it .*{os.getpid()}"):
+        fullshard.save_checkpoint(f"{place.url}/a", model)
+    other.give_up()
+    assert not place.names()
+    late = _draft(place, "b")
+    for kind in (LocalDraft, objects.ObjectDraft):  # neither sees that the other one is writing
+        monkeypatch.setattr(kind, "_refuse_other_writer", lambda _: None)
+    fullshard.save_checkpoint(f"{place.url}/b", model)
+    with pytest.raises(CheckpointError, match="already holds"):
+        late.complete(b"", [])
+    late.give_up()
+    fullshard.load_checkpoint(f"{place.url}/b", model)
+
+
 def test_a_save_that_completes_while_it_is_watched_is_whole(
     place: Place, short_beats: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

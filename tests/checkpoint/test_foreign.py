@@ -27,16 +27,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fullshard
 from fullshard.checkpoint.dcp import DcpFiles
 from fullshard.checkpoint.folder import folder_at
 from fullshard.errors import CheckpointError
 from tests.api import TORCH, Api, use_api
-from tests.checkpoint.test_any_to_any import _sharded, _state, _train
+from tests.checkpoint.test_any_to_any import _sharded, _state, _tensor_parallel, _train
 from tests.fsdp1.models import quiet
-from tests.harness import Pools, Task, mesh_of, world_size
+from tests.harness import Pools, Task
 from tests.models import mlp
 from tests.test_transfer import _whole
 from tests.training import assert_equal
@@ -125,28 +124,9 @@ def test_directories_of_dcp_load_whoever_wrote_them(
 # PyTorch's FSDP1 above tensor parallel
 
 
-def _parallel(api: Api, *, seed: int, way: str) -> Any:
-    torch.manual_seed(seed)
-    model = mlp(num_layers=2, dim=12)
-    if way == "rows":
-        api.fully_shard(model, mesh=mesh_of(world_size()))
-        return model
-    mesh = mesh_of(2, 2)
-    linears = [n for n, m in model.named_children() if isinstance(m, nn.Linear)]
-    plan = {n: (ColwiseParallel(), RowwiseParallel())[i % 2] for i, n in enumerate(linears)}
-    parallelize_module(model, mesh["shard"], plan)
-    return api.FullyShardedDataParallel(
-        model,
-        device_mesh=mesh["replicate"],
-        device_id=torch.device("cpu"),
-        use_orig_params=True,
-    )
-
-
 def _write_parallel(folder: Path) -> dict[str, Tensor]:
     with use_api(TORCH) as api, quiet():
-        model = _parallel(api, seed=1, way="parallel")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer = _tensor_parallel(api, "flat", seed=1)
         model(torch.ones(4, 12)).square().mean().backward()
         optimizer.step()
         of_model, of_optimizer = get_state_dict(model, optimizer)
@@ -156,14 +136,14 @@ def _write_parallel(folder: Path) -> dict[str, Tensor]:
 
 def _read_parallel(api: Api, way: str, folder: Path) -> dict[str, Tensor]:
     with quiet():
-        model = _parallel(api, seed=5, way=way)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=9.0)
+        model, optimizer = _tensor_parallel(api, way, seed=5)
+        optimizer.param_groups[0]["lr"] = 9.0
         fullshard.load_checkpoint(folder, model, optimizer)
         assert optimizer.param_groups[0]["lr"] == 0.01
         return _whole(fullshard.sharded_state(model, optimizer))
 
 
-@pytest.mark.parametrize(("way", "ranks"), [("parallel", 4), ("rows", 3)])
+@pytest.mark.parametrize(("way", "ranks"), [("flat", 4), ("rows", 3)])
 def test_fsdp1_above_tensor_parallel_loads(
     api: str, way: str, ranks: int, pools: Pools, tmp_path: Path
 ) -> None:
@@ -297,7 +277,7 @@ def test_each_of_two_optimizers_finds_its_own_state(tmp_path: Path, momentum: fl
     fullshard.export_dcp(tmp_path / "own", tmp_path / "exported")
     for form, content in forms.items():
         _saved(tmp_path / form, content)
-    for path in (*map(tmp_path.joinpath, forms), tmp_path / "exported"):
+    for path in map(tmp_path.joinpath, (*forms, "own", "exported")):
         fresh = {key: nn.Linear(4, 3) for key in models}
         made: dict[str, Any] = {
             "actor": torch.optim.AdamW(fresh["actor"].parameters()),
@@ -311,20 +291,6 @@ def test_each_of_two_optimizers_finds_its_own_state(tmp_path: Path, momentum: fl
             assert_equal(made[key].state.get(model.weight, {}), wanted)
         sections = ["model", "optimizer"]
         assert fullshard.diff_checkpoints(tmp_path / "own", path, sections=sections) == []
-
-
-@pytest.mark.parametrize("are_equal", [True, False])
-def test_tied_names_need_equal_values(tmp_path: Path, are_equal: bool) -> None:
-    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    tied[1].weight = tied[0].weight
-    state = {name: value.clone() for name, value in tied.state_dict().items()}
-    state["1.weight"] = state["0.weight"] + (0 if are_equal else 1)
-    torch.save(state, tmp_path / "model.pt")
-    if are_equal:
-        fullshard.load_checkpoint(tmp_path / "model.pt", tied)
-    else:
-        with pytest.raises(CheckpointError, match=r"(?s)One tensor in the model.*1.weight"):
-            fullshard.load_checkpoint(tmp_path / "model.pt", tied)
 
 
 def test_extra_state_of_others_is_handed_on(model: nn.Module, tmp_path: Path) -> None:

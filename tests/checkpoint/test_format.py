@@ -89,8 +89,10 @@ def _damage(folder: Path, rng: random.Random) -> Path:
     return path
 
 
-def _check_damage(saved: Path, seeds: range) -> None:
-    for seed in seeds:
+@pytest.mark.parametrize("number", [60, pytest.param(1000, marks=pytest.mark.long)])
+def test_damage_is_found_and_named(saved: Path, number: int) -> None:
+    assert _faults(saved) == []
+    for seed in range(number):
         rng = random.Random(seed)
         copy = saved.with_name(f"copy{seed}")
         shutil.copytree(saved, copy)
@@ -99,16 +101,6 @@ def _check_damage(saved: Path, seeds: range) -> None:
         with pytest.raises(CheckpointError, match=re.escape(damaged.name)):
             _load(copy)
         shutil.rmtree(copy)
-
-
-def test_damage_is_found_and_named(saved: Path) -> None:
-    assert _faults(saved) == []
-    _check_damage(saved, range(60))
-
-
-@pytest.mark.long
-def test_a_thousand_damages_are_found_and_named(saved: Path) -> None:
-    _check_damage(saved, range(1000))
 
 
 def _with_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -262,25 +254,19 @@ def test_names_that_come_twice_are_refused(saved: Path) -> None:
         _load(saved)
 
 
-def test_links_are_not_followed(saved: Path) -> None:
+@pytest.mark.parametrize(
+    ("put", "said"),
+    [
+        (lambda file, elsewhere: file.symlink_to(elsewhere), "cannot be opened"),
+        (lambda file, _: os.mkfifo(file), "is no regular file"),
+        (lambda *_: None, "is missing"),
+    ],
+    ids=["link", "pipe", "nothing"],
+)
+def test_what_is_in_the_place_of_a_file_is_named(
+    saved: Path, put: Callable[[Path, Path], None], said: str
+) -> None:
     (file,) = saved.glob("*.safetensors")
-    elsewhere = saved.parent / "elsewhere"
-    file.rename(elsewhere)
-    file.symlink_to(elsewhere)
-    with pytest.raises(CheckpointError, match=file.name):
-        _load(saved)
-
-
-def test_pipes_do_not_block(saved: Path) -> None:
-    (file,) = saved.glob("*.safetensors")
-    file.unlink()
-    os.mkfifo(file)
-    with pytest.raises(CheckpointError, match="no regular file"):
-        _load(saved)
-
-
-def test_a_missing_file_is_named(saved: Path) -> None:
-    (file,) = saved.glob("*.safetensors")
-    file.unlink()
-    with pytest.raises(CheckpointError, match=f"{file.name}: is missing"):
+    put(file, file.rename(saved.parent / "elsewhere"))
+    with pytest.raises(CheckpointError, match=f"{file.name}: {said}"):
         _load(saved)

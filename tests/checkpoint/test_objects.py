@@ -271,22 +271,6 @@ def test_changed_cut_and_missing_objects_are_named(prefix: str) -> None:
 # Others
 
 
-def test_two_jobs_do_not_write_to_one_url(prefix: str, short_beats: None) -> None:
-    model, _ = _trained()
-    other = folder_at(f"{prefix}/a").draft("aaaaaaaa", overwrite=False)
-    with pytest.raises(CheckpointError, match=f"another job is writing it .*{os.getpid()}"):
-        fullshard.save_checkpoint(f"{prefix}/a", model)
-    other.give_up()
-    assert _names(prefix) == []
-    late = folder_at(f"{prefix}/b").draft("bbbbbbbb", overwrite=False)
-    fsspec.filesystem("memory").rm(f"{prefix}/b/writer-bbbbbbbb.json")  # unseen
-    late._heart.stop()  # type: ignore[attr-defined]
-    fullshard.save_checkpoint(f"{prefix}/b", model)
-    with pytest.raises(CheckpointError, match="already holds"):
-        late.complete(b"", [])
-    fullshard.load_checkpoint(f"{prefix}/b", model)
-
-
 def test_what_a_dead_save_left_is_removed(
     prefix: str, short_beats: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

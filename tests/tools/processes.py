@@ -58,19 +58,6 @@ def environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in dropped}
 
 
-def train(*options: str, torchrun: int = 0, limit_s: float = 120) -> Result:
-    """Run to the end."""
-    done = subprocess.run(
-        command(*options, torchrun=torchrun),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-        check=False,
-    )
-    return Result(done.returncode, done.stdout, done.stderr)
-
-
 class Run:
     """A training run that is under way, in a process group of its own."""
 

@@ -7,41 +7,19 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from fullshard.checkpoint.manifest import MANIFEST, Manifest, dumps
 from fullshard.tools import cli, commands, train
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import restarted_job
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.text.opening import open_text
-from tests.fresh import fullshard_on_ranks
-from tests.tools.processes import PAGES, TINY, losses
+from tests.tools.conftest import save_nothing
+from tests.tools.processes import PAGES, TINY
 
 RUN = (*TINY, *PAGES, "--trace-steps", "0", "--save-every", "2", "--auto-resume")
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text"
-    path.write_bytes(bytes(range(32, 127)) * 10)
-    return path
-
-
-@pytest.fixture
-def folder(text: Path, tmp_path: Path) -> RunFolder:
-    """A run of fifty steps that has ended before its first checkpoint."""
-    config = TrainConfig(model="tiny", seq=16, data=(str(text),), steps=50)
-    folder = RunFolder(tmp_path / "run")
-    fingerprint = open_text(config, None, cache=tmp_path).survey.fingerprint
-    folder.start(config, fingerprint=fingerprint, done=0)
-    folder.checkpoints.mkdir()
-    return folder
-
-
 def _save(folder: RunFolder, step: int) -> None:
-    checkpoint = folder.checkpoints / f"step-{step:08d}"
-    checkpoint.mkdir()
-    (checkpoint / MANIFEST).write_bytes(dumps(Manifest((), {}, {})))
+    save_nothing(folder.checkpoints / f"step-{step:08d}")
 
 
 def test_it_begins_until_there_is_a_checkpoint(folder: RunFolder, text: Path) -> None:
@@ -101,23 +79,3 @@ def test_ranks_that_see_different_checkpoints_do_not_begin(
     monkeypatch.setattr(train.dist, "all_gather_object", gather)
     with pytest.raises(train.TrainingError, match="rank 1 would begin after step 40, rank 0 after"):
         trainer._check_alike(job)
-
-
-@pytest.mark.long  # three runs of two ranks; what they decide is tested above
-def test_one_line_begins_goes_on_and_ends(tmp_path: Path) -> None:
-    options = ("train", *RUN, "--out", tmp_path / "run", "--steps")
-    begun = fullshard_on_ranks(2, *options, 4)
-    assert [each.code for each in begun] == [0, 0], begun[0].err
-    first = losses(tmp_path / "run")
-    assert len(first) == 4
-
-    continued = fullshard_on_ranks(2, *options, 6)
-    assert [each.code for each in continued] == [0, 0], continued[0].err
-    assert "resuming after step 4" in continued[0].err
-    assert losses(tmp_path / "run")[:4] == first
-    assert len(losses(tmp_path / "run")) == 6
-
-    again = fullshard_on_ranks(2, *options, 6)
-    assert [each.code for each in again] == [0, 0], again[0].err
-    assert "the run has finished" in again[0].err
-    assert again[1].err == ""

@@ -12,19 +12,12 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from fullshard.checkpoint.manifest import MANIFEST, Manifest, dumps
 from fullshard.tools import cli, commands, job
 from fullshard.tools.config import OptionError, TrainConfig, lower_lr, with_defaults
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import check_local_ranks, crowding, new_job, resumed_job, what_begins
 from fullshard.tools.run_folder import RunFolder
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text"
-    path.write_bytes(bytes(range(32, 127)) * 10)
-    return path
+from tests.tools.conftest import save_nothing
 
 
 @pytest.fixture
@@ -236,18 +229,9 @@ def test_auto_takes_the_gpus_that_are_there(
 
 
 class TestResume:
-    @pytest.fixture
-    def folder(self, text: Path, tmp_path: Path) -> RunFolder:
-        from fullshard.tools.text.opening import open_text
-
-        config = TrainConfig(model="tiny", seq=16, data=(str(text),), steps=50)
-        folder = RunFolder(tmp_path / "run")
-        fingerprint = open_text(config, None, cache=tmp_path).survey.fingerprint
-        folder.start(config, fingerprint=fingerprint, done=0)
-        checkpoint = folder.checkpoints / "step-00000020"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / MANIFEST).write_bytes(dumps(Manifest((), {}, {})))
-        return folder
+    @pytest.fixture(autouse=True)
+    def _saved(self, folder: RunFolder) -> None:
+        save_nothing(folder.checkpoints / "step-00000020")
 
     def test_the_options_come_from_the_run(self, folder: RunFolder) -> None:
         job = resumed_job(folder.path, {"steps": 100})

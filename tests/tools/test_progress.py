@@ -107,10 +107,10 @@ def test_long_copies_show_a_bar_of_bytes_on_a_terminal(monkeypatch: pytest.Monke
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True)
     monkeypatch.setattr(progress, "Console", lambda **_: console)
-    with progress.Copying("exporting") as bar:
-        bar.update(10, 100)
+    with progress.copying("exporting") as update:
+        update(10, 100)
         assert not shown.getvalue(), "it may be over soon"
         monkeypatch.setattr(progress, "_COPYING_AFTER_S", 0.0)
-        bar.update(50, 100)
+        update(50, 100)
     assert "exporting" in shown.getvalue()
     assert "50/100 bytes" in shown.getvalue()

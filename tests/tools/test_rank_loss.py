@@ -1,4 +1,4 @@
-"""A rank or the launcher that is killed takes everything with it, quickly and by name."""
+"""A rank that is killed takes everything with it, quickly and by name."""
 
 from __future__ import annotations
 
@@ -26,24 +26,3 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path, rank: int) -
     assert f"rank {rank} (pid " in result.err, "said by the launcher"
     assert "was killed by SIGKILL" in result.err
     assert "Traceback" not in result.err
-
-
-# Below, runs of which test_train.py kills the like in between: there is a checkpoint by then.
-
-
-@pytest.mark.long
-def test_a_killed_rank_is_named_under_torchrun_too(tmp_path: Path) -> None:
-    with running(tmp_path / "run", *FOREVER, torchrun=2) as run:
-        run.wait_for_step(3)
-        result = run.kill_rank(1)
-    assert result.code != 0
-    assert "rank 1 died" in result.err
-    assert "no complete checkpoint yet" in result.err
-    assert "restart from" not in result.err
-
-
-@pytest.mark.long
-def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
-    with running(tmp_path / "run", *FOREVER) as run:
-        run.wait_for_step(3)
-        run.kill_launcher()

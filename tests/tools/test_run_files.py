@@ -20,7 +20,6 @@ import pytest
 from rich.console import Console
 
 from fullshard import latest_checkpoint
-from fullshard.checkpoint.manifest import MANIFEST, Manifest, dumps
 from fullshard.tools import progress, run_folder
 from fullshard.tools.commands import _finish
 from fullshard.tools.config import OptionError, TrainConfig
@@ -32,6 +31,7 @@ from fullshard.tools.report_data import resumes, running_mean
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.run_record import read_run
 from fullshard.tools.train import learning_rate
+from tests.tools.conftest import save_nothing
 
 _NUMBERS = {"loss": 2.0, "seconds": 0.5, "tokens_per_second": 9.0, "peak_memory": 100}
 
@@ -123,28 +123,18 @@ def test_what_continues_a_run_can_be_typed_whatever_its_name(
     folder = RunFolder(tmp_path / 'it\'s a [run]* "1" $HOME')
     folder.start(TrainConfig(), fingerprint="x", done=0)
     folder.add_metrics({"step": 1, **_NUMBERS})
-    (folder.checkpoints / "step-00000001").mkdir(parents=True)
-    (folder.checkpoints / "step-00000001" / MANIFEST).write_bytes(dumps(Manifest((), {}, {})))
+    save_nothing(folder.checkpoints / "step-00000001")
     _finish(Ending(Exit.STOPPED), cast(Job, SimpleNamespace(folder=folder, done=0)))
     for said in (capsys.readouterr().err, folder.what_is_saved()):
         typed = said[said.index("fullshard train --resume") :]
         assert shlex.split(typed) == ["fullshard", "train", "--resume", str(folder.path)]
 
 
-def test_folders_that_are_named_otherwise_are_no_checkpoints(tmp_path: Path) -> None:
-    for name in ("step-00000020", "step-12abc", "step-00000030-copy"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / MANIFEST).write_bytes(dumps(Manifest((), {}, {})))
-    found = latest_checkpoint(tmp_path)
-    assert found is not None
-    assert found.step == 20
-
-
 def test_the_latest_complete_checkpoint_is_found(tmp_path: Path) -> None:
-    for name in ("step-00000100", "step-00000020", "step-00000300", "step-00000400.partial-1a"):
-        (tmp_path / name).mkdir()
-        if "300" not in name:
-            (tmp_path / name / MANIFEST).write_bytes(dumps(Manifest((), {}, {})))
+    others = ("step-00000400.partial-1a", "step-12abc", "step-00000500-copy")
+    for name in ("step-00000100", "step-00000020", "step-00000300", *others):
+        save_nothing(tmp_path / name)
+    (tmp_path / "step-00000300" / "manifest.json").unlink()
     found = latest_checkpoint(tmp_path)
     assert found is not None
     assert found.step == 100

@@ -258,11 +258,8 @@ class ObjectData:
     """An object, of which each read is a request."""
 
     def __init__(self, folder: ObjectFolder, name: str) -> None:
-        self._files, self._path, self._url = (
-            folder.files,
-            f"{folder.root}/{name}",
-            f"{folder}/{name}",
-        )
+        self._files, self._path = folder.files, f"{folder.root}/{name}"
+        self._url = f"{folder}/{name}"
         size = folder.size_of(name)
         if size is None:
             raise DamagedCheckpointError(

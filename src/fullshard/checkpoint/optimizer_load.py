@@ -211,10 +211,8 @@ class OptimizerLoad:
         for index, name in zip(entry.indices, entry.names, strict=True):
             state.locals[index], state.others[index] = {}, {}
             for key in wanted[name]:
-                shape, dtype = (
-                    self._saved[f"{name}/{key}"].shape,
-                    self._dtype_of(parameter, name, key),
-                )
+                dtype = self._dtype_of(parameter, name, key)
+                shape = self._saved[f"{name}/{key}"].shape
                 full_name = f"{self._prefix}{name}/{key}"
                 if shape != parts.placed(index).shape:
                     value = self._made_by_optimizer(parameter, key)

@@ -302,11 +302,6 @@ class Reader(SavedState):
     def read(
         self, wanted: Sequence[Wanted], progress: Callable[[int], object] | None = None
     ) -> None:
-        """Read boxes into their memory. progress: is called with numbers of bytes that were read.
-
-        Raises CheckpointError for a file that is missing, cut short or changed, with the name of the
-        tensor and of the file.
-        """
         read_at_once(
             self._divided(wanted),
             lambda shared: self._read_shared(*shared),
@@ -366,9 +361,8 @@ class Reader(SavedState):
             shared,
             tensor.dtype,
             lambda first, out: self._read_span(wanted.name, tensor, piece, first, out),
-            Limits(
-                buffer_nbytes=8 * block, gap_nbytes=2 * block
-            ),  # of such a gap, a block is skipped
+            # Of such a gap, a block is skipped.
+            Limits(buffer_nbytes=8 * block, gap_nbytes=2 * block),
         )
 
     def _read_span(

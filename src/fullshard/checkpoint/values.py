@@ -242,9 +242,8 @@ def _scalar(content: Any, dtype: str) -> torch.Tensor:
 # It is extra state under a key of its own: {"model": {"0._extra_state": what module 0 returned}}.
 
 MODULE_STATES = "module_states"  # their key among the extra state
-STATE_NAME = (
-    "_extra_state"  # what PyTorch adds to a module's name. Source: torch/nn/modules/module.py
-)
+# What PyTorch adds to a module's name. Source: torch/nn/modules/module.py
+STATE_NAME = "_extra_state"
 
 States = dict[str, dict[str, Any]]  # by section and name
 

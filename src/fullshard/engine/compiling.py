@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fullshard.comm.interface import tensor_over
+from fullshard.engine.runtime import eager
 from fullshard.engine.unit import Unit
 from fullshard.torch_private import around_compilations
 
@@ -36,6 +37,7 @@ def note_computing(model: Any, units: Iterable[Unit]) -> None:
     around_compilations(_separate, _restore)
 
 
+@eager  # called while a compilation begins, which must not wait for that of this function
 def _separate(_: object) -> None:
     """Give each gathered parameter of this thread a storage of its own."""
     here = threading.get_ident()
@@ -50,6 +52,7 @@ def _separate(_: object) -> None:
                     _moved.append((whole, before))
 
 
+@eager
 def _restore(_: object) -> None:
     with torch.inference_mode(False):
         for whole, before in _moved:

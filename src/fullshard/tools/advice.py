@@ -95,10 +95,8 @@ def _healthy(run: RunRecord) -> str:
         )
     total = metrics.step_ns(run.traces)
     work = metrics.kind_ns(run.traces, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER) / total
-    other, exposed = (
-        metrics.kind_ns(run.traces, Kind.OTHER) / total,
-        metrics.exposed_ns(run.traces) / total,
-    )
+    other = metrics.kind_ns(run.traces, Kind.OTHER) / total
+    exposed = metrics.exposed_ns(run.traces) / total
     return (
         f"Nothing stands out: {_percent(work)} of a step computes, {_percent(exposed)} is exposed communication, "
         f"and {_percent(other)} lies outside of the model."
@@ -256,9 +254,9 @@ def _optimizer(run: RunRecord) -> Iterator[Advice]:
 
 
 def _host(run: RunRecord) -> Iterator[Advice]:
-    ns, total = (
-        (metrics.starved_ns(run.traces), metrics.step_ns(run.traces)) if run.traces else (0.0, 1.0)
-    )
+    if not run.traces:
+        return
+    ns, total = metrics.starved_ns(run.traces), metrics.step_ns(run.traces)
     if ns >= _STARVED * total:
         yield _frees(
             "host",
@@ -339,15 +337,12 @@ def _collector(run: RunRecord) -> Iterator[Advice]:
 
 
 def _allocator(run: RunRecord) -> Iterator[Advice]:
-    retries = {
-        trace.rank: trace.num_alloc_retries for trace in run.traces if trace.num_alloc_retries
-    }
-    if not retries:
+    worst = max(run.traces, key=lambda trace: trace.num_alloc_retries or 0, default=None)
+    if worst is None or not worst.num_alloc_retries:
         return
-    rank = max(retries, key=retries.__getitem__)
     yield Advice(
         "allocator",
-        f"The allocator of rank {rank} ran out of memory {retries[rank]} times, gave its cache back and tried again: "
+        f"The allocator of rank {worst.rank} ran out of memory {worst.num_alloc_retries} times, gave its cache back and tried again: "
         "memory is nearly full, or in pieces. Take smaller micro-batches, or set "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
         "",

@@ -51,7 +51,7 @@ from fullshard.planning.traced import Example, TraceOptions, Units
 from fullshard.tools.config import OptionError
 from fullshard.tools.plan_options import PlanOptions
 from fullshard.tools.plan_run import is_run, run_to_plan
-from fullshard.tools.progress import Reporter, Reporting
+from fullshard.tools.progress import Reporter, reporting
 
 _WIDTH = 256  # columns of parameters that are made up
 _UNIT_NUMELS = (1 << 10, 1 << 16, 1 << 19, 3 << 20, 1 << 23)
@@ -102,7 +102,7 @@ def calibrate(options: PlanOptions, out: Path | None) -> Path:
             f"--out {path}: its folder cannot be made ({error.strerror}). Name another."
         ) from error
     known = read_machine(path, ranks) if path.exists() else None
-    with Reporting(rank=0) as report, _hearing(report) as told:
+    with reporting(rank=0) as report, _hearing(report) as told:
         report.note("starting ranks ...")
         try:
             with contextlib.redirect_stdout(sys.stderr):  # what the user's modules print

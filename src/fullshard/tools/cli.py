@@ -233,11 +233,8 @@ def report(
         elif as_markdown:
             print(tool.markdown(runs))
         elif several:
-            page, lines = (
-                tool.write_comparison(runs, out or Path("comparison.html")),
-                tool.comparison_lines(runs),
-            )
-            print(*lines, page.resolve().as_uri(), sep="\n")
+            page = tool.write_comparison(runs, out or Path("comparison.html"))
+            print(*tool.comparison_lines(runs), page.resolve().as_uri(), sep="\n")
         else:
             with contextlib.suppress(KeyboardInterrupt):
                 written = tool.follow(runs[0], out) if follow else tool.write_report(runs[0], out)
@@ -261,20 +258,20 @@ def export(
 
     Reads the checkpoint's files, piece by piece: no ranks are started, and no model is built.
     """
-    from fullshard.tools.progress import Copying
+    from fullshard.tools.progress import copying
     from fullshard.tools.text.tokenizer import FILE as TOKENIZER
     from fullshard.tools.text.tokenizer import how_transformers_differs
     from fullshard.tools.weights import export_run
 
     try:
-        with Copying("exporting") as bar:
+        with copying("exporting") as update:
             checkpoint, exported = export_run(
                 run,
                 hf,
                 dtype=dtype,
                 max_shard_size=max_shard_size,
                 overwrite=overwrite,
-                progress=bar.update,
+                progress=update,
             )
     except OptionError as error:
         raise refuse("export", error) from None
@@ -299,9 +296,8 @@ def main() -> None:
             app(prog_name="fullshard")
         finally:
             sys.stdout.flush()  # at Python's end nobody could catch what it raises
-    except (
-        BrokenPipeError
-    ):  # nobody reads on, as in `fullshard ... | head`; rich and typer end so as well
+    except BrokenPipeError:
+        # Nobody reads on, as in `fullshard ... | head`; rich and typer end so as well.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(Exit.FAILED)
     except OSError as error:

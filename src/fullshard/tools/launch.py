@@ -194,9 +194,8 @@ def _launch(
             return Ending(Exit.STOPPED, signal=stop.asked)
         finally:
             kill_all(processes)
-            if (
-                processes and sys.stderr.isatty()
-            ):  # a live line hides the cursor, and stays there, where its rank was killed
+            # A live line hides the cursor, and stays there, where its rank was killed.
+            if processes and sys.stderr.isatty():
                 with contextlib.suppress(OSError):
                     print("\r\x1b[2K\x1b[?25h", end="", file=sys.stderr, flush=True)
 

@@ -10,14 +10,13 @@ microseconds since the first rank's zero. In the lane of computing spans nest:
 An arrow leads from the start of a collective to each wait for it, in the lane of exposed communication.
 """
 
-import bisect
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fullshard.plan.trace import NO_UNIT, Kind, RankTrace, Segment, Transfer
-from fullshard.tools.trace_metrics import aligned, rows
+from fullshard.tools.trace_metrics import aligned, between, rows
 
 _COMPUTE, _EXPOSED, _COLLECTOR = 0, 1, 2
 _LANES = {Kind.ALL_GATHER: 10, Kind.REDUCE_SCATTER: 20}  # and the rows that follow
@@ -61,7 +60,12 @@ def _events(trace: RankTrace) -> Iterator[dict[str, Any]]:
             yield lane_name(lane, f"{kind.value} in flight")
             for transfer in row:
                 yield of_unit(transfer, lane, nbytes=transfer.nbytes)
-                for wait in _waits_for(transfer, trace.timeline):
+                waited = between(
+                    trace.timeline, transfer.start, max(transfer.end, transfer.start + 1)
+                )
+                for wait in waited:
+                    if wait.kind is not _WAIT[transfer.kind] or wait.unit != transfer.unit:
+                        continue
                     number = next(arrows)
                     arrow = {"cat": "wait", "id": f"{trace.rank}.{number}"}
                     yield event("s", "wait", lane, ts=transfer.start / 1e3, **arrow)
@@ -111,18 +115,6 @@ def _nested(timeline: Sequence[Segment]) -> Iterator[Segment]:
 
 
 _PHASES = (Kind.FORWARD, Kind.BACKWARD)
-
-
-def _waits_for(transfer: Transfer, timeline: Sequence[Segment]) -> Iterator[Segment]:
-    """Give the segments that wait for a transfer."""
-    first = bisect.bisect_left(timeline, transfer.start, key=operator.attrgetter("start"))
-    for segment in itertools.islice(timeline, first, None):
-        if segment.start >= max(transfer.end, transfer.start + 1):
-            return
-        if segment.kind is _WAIT[transfer.kind] and segment.unit == transfer.unit:
-            yield segment
-
-
 _WAIT = {
     Kind.ALL_GATHER: Kind.WAIT_ALL_GATHER,
     Kind.REDUCE_SCATTER: Kind.WAIT_REDUCE_SCATTER,

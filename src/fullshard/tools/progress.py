@@ -9,7 +9,7 @@ import sys
 import textwrap
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -20,7 +20,6 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -219,50 +218,37 @@ class Lasting:
             self._stream.flush()
 
 
-class Reporting:
+@contextlib.contextmanager
+def reporting(*, rank: int) -> Iterator[Reporter]:
     """Give the right reporter for a rank, and restore the terminal on every way out."""
-
-    def __init__(self, *, rank: int) -> None:
-        console = Console(file=cast(IO[str], Lasting(sys.stderr)), emoji=False)
-        self.reporter = Reporter()
-        if rank == 0:
-            self.reporter = Live(console) if console.is_terminal else Plain(console)
-
-    def __enter__(self) -> Reporter:
-        return self.reporter
-
-    def __exit__(self, *_: object) -> None:
-        self.reporter.end()
+    console = Console(file=cast(IO[str], Lasting(sys.stderr)), emoji=False)
+    report = Reporter()
+    if rank == 0:
+        report = Live(console) if console.is_terminal else Plain(console)
+    try:
+        yield report
+    finally:
+        report.end()
 
 
-class Copying:
-    """A bar of bytes, on a terminal, for what takes longer than two seconds. Use it in a `with`."""
+@contextlib.contextmanager
+def copying(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Give what is told how many bytes of how many are done: on a terminal, a bar shows it after two seconds."""
+    began, console = time.monotonic(), Console(stderr=True, emoji=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    bar = Progress(*columns, TimeRemainingColumn(), console=console)
+    task = bar.add_task(what, total=None)
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._began = time.monotonic()
-        self._console = Console(stderr=True, emoji=False)
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
+    def update(done: int, total: int) -> None:
+        if console.is_terminal and time.monotonic() - began >= _COPYING_AFTER_S:
+            bar.start()
+            bar.update(task, completed=done, total=total)
 
-    def __enter__(self) -> "Copying":
-        return self
-
-    def update(self, done: int, total: int) -> None:
-        """Show how many bytes are done."""
-        if self._progress is None:
-            if not self._console.is_terminal or time.monotonic() - self._began < _COPYING_AFTER_S:
-                return
-            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-            self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console)
-            self._progress.start()
-            self._task = self._progress.add_task(self._what, total=total)
-        assert self._task is not None
-        self._progress.update(self._task, completed=done)
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+    try:
+        yield update
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 class Speed:

@@ -57,7 +57,7 @@ def shares(traces: Sequence[RankTrace]) -> list[Share]:
     per_rank = []
     for trace in traces:
         of_rank = collections.Counter[Kind]()
-        for segment in _in_steps(trace, trace.timeline, steps):
+        for segment in in_steps(trace, trace.timeline, *steps):
             of_rank[segment.kind] += segment.end - segment.start
         per_rank.append(of_rank)
     total = step_ns(traces)
@@ -133,9 +133,9 @@ def unit_costs(traces: Sequence[RankTrace]) -> list[UnitCost]:
     segments = collections.defaultdict[int, list[Segment]](list)
     moved = collections.defaultdict[int, list[Transfer]](list)
     for trace in traces:
-        for segment in _in_steps(trace, trace.timeline, steps):
+        for segment in in_steps(trace, trace.timeline, *steps):
             segments[segment.unit].append(segment)
-        for transfer in _in_steps(trace, trace.transfers, steps):
+        for transfer in in_steps(trace, trace.transfers, *steps):
             moved[transfer.unit].append(transfer)
     costs = []
     for unit, name in enumerate(names):
@@ -164,7 +164,7 @@ def unit_ns(traces: Sequence[RankTrace], kind: Kind) -> dict[str, float]:
     steps = common_steps(traces)
     found = collections.Counter[str]()
     for trace in traces:
-        for segment in _in_steps(trace, trace.timeline, steps):
+        for segment in in_steps(trace, trace.timeline, *steps):
             if segment.kind is kind:
                 found[trace.unit_name(segment.unit)] += segment.end - segment.start
     return {name: ns / len(steps) / len(traces) for name, ns in found.items()}
@@ -203,7 +203,7 @@ def stalls(traces: Sequence[RankTrace]) -> list[Stalls]:
     steps = common_steps(traces)
     found = []
     for trace in traces:
-        pauses = _in_steps(trace, trace.pauses, steps)
+        pauses = in_steps(trace, trace.pauses, *steps)
         total = _length(pauses) / len(steps)
         share = total / step_ns([trace])
         found.append(
@@ -224,7 +224,7 @@ def stalls(traces: Sequence[RankTrace]) -> list[Stalls]:
 def starved_ns(traces: Sequence[RankTrace]) -> float:
     """Return how long a device waits for its host in a step: the mean of ranks; 0 on the CPU."""
     steps = common_steps(traces)
-    waited = sum(_length(_in_steps(trace, trace.starved, steps)) for trace in traces)
+    waited = sum(_length(in_steps(trace, trace.starved, *steps)) for trace in traces)
     return waited / len(steps) / len(traces)
 
 
@@ -339,17 +339,22 @@ def rows(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
     return found
 
 
-def _in_steps(trace: RankTrace, spans: Iterable[_Span], steps: Sequence[int]) -> list[_Span]:
-    """Return what begins in one of these steps. Steps do not overlap."""
+def in_steps(trace: RankTrace, spans: Sequence[_Span], *steps: int) -> list[_Span]:
+    """Return what begins in one of these steps."""
     wanted = set(steps)
-    windows = sorted((step.start, step.end) for step in trace.steps if step.number in wanted)
-    starts = [start for start, _ in windows]
-    found = []
-    for span in spans:
-        number = bisect.bisect_right(starts, span.start) - 1
-        if number >= 0 and span.start < windows[number][1]:
-            found.append(span)
-    return found
+    return [
+        span
+        for step in trace.steps
+        if step.number in wanted
+        for span in between(spans, step.start, step.end)
+    ]
+
+
+def between(spans: Sequence[_Span], start: int, end: int) -> Sequence[_Span]:
+    """Return what begins in a span of time. spans: in the order of their starts."""
+    begins = operator.attrgetter("start")
+    first, behind = (bisect.bisect_left(spans, moment, key=begins) for moment in (start, end))
+    return spans[first:behind]
 
 
 def _length(spans: Iterable[Segment | Transfer | Pause]) -> float:

@@ -7,9 +7,7 @@ compute, or stand still, which is what counts here:
     rank 1   backward .................| reduce-scatter |
 """
 
-import bisect
 import collections
-import operator
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -20,7 +18,6 @@ from fullshard.tools import trace_metrics as metrics
 
 _FAMILY = {Kind.ALL_GATHER: metrics.GATHER_KINDS, Kind.REDUCE_SCATTER: metrics.REDUCE_KINDS}
 _OWN_WORK = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.OTHER)
-_start = operator.attrgetter("start")
 
 metrics.HOW["waits"] = (
     "Each time that ranks meet, in a unit's all-gather or reduce-scatter or at a barrier, one of them begins it last. "
@@ -142,7 +139,7 @@ def _most_extra(traces: Sequence[RankTrace], index: int) -> tuple[tuple[Kind, in
     for trace in traces:
         work = collections.Counter[tuple[Kind, int]]()
         for number in steps:
-            for segment in _of_step(trace, number):
+            for segment in metrics.in_steps(trace, trace.timeline, number):
                 if segment.kind in _OWN_WORK:
                     work[segment.kind, segment.unit] += segment.end - segment.start
         of_ranks.append(work)
@@ -212,7 +209,7 @@ def _visits(trace: RankTrace, number: int) -> dict[tuple[object, ...], list[_Vis
     Fences are among the ranks of a host, collectives among those that a unit is sharded over. The trace does not
     name these: they follow each other in the order of ranks, and are as many as shards make up the largest unit.
     """
-    timeline = _of_step(trace, number)
+    timeline = metrics.in_steps(trace, trace.timeline, number)
     largest = max(trace.units, key=lambda unit: unit.unsharded_nbytes)
     num_shards = round(largest.unsharded_nbytes / max(1, largest.shard_nbytes)) or 1
     group = trace.rank // num_shards
@@ -224,11 +221,10 @@ def _visits(trace: RankTrace, number: int) -> dict[tuple[object, ...], list[_Vis
         for family in _FAMILY.values():
             if segment.kind in family:
                 still[family, segment.unit].append(segment)
-    (step,) = (step for step in trace.steps if step.number == number)
-    for moved in trace.transfers[_within(trace.transfers, step.start, step.end)]:
+    for moved in metrics.in_steps(trace, trace.transfers, number):
         # What stands still in this one, not in the next of the same unit.
         own = still[_FAMILY[moved.kind], moved.unit]
-        inside = own[_within(own, moved.start, max(moved.end, moved.start + 1))]
+        inside = metrics.between(own, moved.start, max(moved.end, moved.start + 1))
         name = trace.unit_name(moved.unit)
         found[moved.kind, moved.unit, group].append(_Visit(name, moved.start, inside))
     return found
@@ -244,15 +240,3 @@ def _fences(timeline: Sequence[Segment]) -> Iterator[tuple[Segment, str]]:
         elif segment.kind in _OWN_WORK and segment.kind is not Kind.OTHER:
             behind = segment.kind.value
     return reversed(found)
-
-
-def _of_step(trace: RankTrace, number: int) -> Sequence[Segment]:
-    (step,) = (step for step in trace.steps if step.number == number)
-    return trace.timeline[_within(trace.timeline, step.start, step.end)]
-
-
-def _within(spans: Sequence[Segment] | Sequence[object], start: int, end: int) -> slice:
-    """Return the slice of what begins in a span of time. spans: in the order of their starts."""
-    return slice(
-        bisect.bisect_left(spans, start, key=_start), bisect.bisect_left(spans, end, key=_start)
-    )

@@ -145,9 +145,7 @@ def fine_tuning(options: Mapping[str, Any]) -> dict[str, Any]:
         raise OptionError(f"{where}: {error}") from error
     if has_tokenizer:
         given["tokenizer"] = folder
-    elif (
-        not given.get("tokenizer") and vocab_size != NUM_BYTES
-    ):  # an export may be of a model of bytes
+    elif not given.get("tokenizer") and vocab_size != NUM_BYTES:  # some exports are of bytes
         raise OptionError(
             f"{where}: holds no {TOKENIZER}. Give one with --tokenizer; or write the one that Transformers makes of "
             f"the folder's other files: AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})"
@@ -245,9 +243,8 @@ def check_initial_weights(config: TrainConfig, blueprint: blueprints.Blueprint) 
 
 def _check_tensors(config: TrainConfig, blueprint: blueprints.Blueprint, path: Path) -> None:
     """Raise OptionError if headers of safetensors are damaged, or say that their tensors are not the model's."""
-    from fullshard.models.built import (
-        misfits,
-    )  # the engine, which only this needs before ranks start
+    # The engine, which only this needs before ranks start.
+    from fullshard.models.built import misfits
 
     is_own = Path(config.model) == path
     where = f"{'--finetune' if is_own else '--init-from'} {path}"

@@ -59,11 +59,9 @@ def run_worker(job: Job, place: Place, *, threads: int, as_json: bool) -> Exit:
     die_with_launcher(place.launcher_pid)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while starting
     torch.set_num_threads(threads)
-    sys.stdout, sys.stderr = (
-        cast(TextIO, progress.Lasting(sys.stdout)),
-        cast(TextIO, progress.Lasting(sys.stderr)),
-    )
-    with progress.Reporting(rank=place.rank) as report:
+    sys.stdout = cast(TextIO, progress.Lasting(sys.stdout))
+    sys.stderr = cast(TextIO, progress.Lasting(sys.stderr))
+    with progress.reporting(rank=place.rank) as report:
         report.note(f"joining {place.num_ranks} rank{'s' if place.num_ranks > 1 else ''} ...")
         join_ranks(job.config.device, place.local_rank)
         world = dist.group.WORLD

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.run_folder import RunFolder
+from fullshard.tools.text import corpus as corpus_module
 from fullshard.tools.text.cache import CorpusError
 from tests.tools.text.conftest import byte_text
 
@@ -93,6 +94,8 @@ class TestJsonLines:
             ("{", "line 2: is not JSON"),
             ("[1]", "line 2: is not an object such as"),
             ('{"text": 7}', "line 2: field 'text' is a number, not text"),
+            ('{"text": null}', "line 2: field 'text' is null, not text. Filter"),
+            ('{"text": "a \\ud800 b"}', "line 2: holds half a character"),
         ],
     )
     def test_a_line_that_cannot_be_read_is_named(self, path: Path, line: str, said: str) -> None:
@@ -131,12 +134,14 @@ def test_entropy_is_that_of_single_bytes(tmp_path: Path) -> None:
     assert byte_text([str(path)], seq=4).survey.fingerprint != survey.fingerprint
 
 
-def test_large_text_is_surveyed_in_blocks(tmp_path: Path) -> None:
+def test_large_text_is_surveyed_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_module, "_SURVEY_NBYTES", 300)
+    monkeypatch.setattr(corpus_module, "_BLOCK_NBYTES", 100)
     path = tmp_path / "text"
     path.write_bytes(b"a" * 500 + b"b" * 500)
     # Blocks at 0, 333 and 666: two of a, one of b.
     expected = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))
-    survey = byte_text([str(path)], seq=4).surveyed(most=300, block=100)
+    survey = byte_text([str(path)], seq=4).survey
     assert survey.unigram_entropy == pytest.approx(expected)
 
 

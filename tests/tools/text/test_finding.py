@@ -78,8 +78,7 @@ def test_what_is_held_out_is_not_said_to_be_left_out(tmp_path: Path) -> None:
     _folder(tmp_path, "train.jsonl", "test.jsonl")
     text = byte_text([str(tmp_path)], seq=4, val_data=(str(tmp_path),))
     assert not text.remarks
-    corpus = text
-    assert (corpus.train_nbytes, corpus.val_nbytes) == (12, 12)
+    assert (text.train_nbytes, text.val_nbytes) == (12, 12)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,11 +65,3 @@ def test_a_step_counts_the_targets_of_all_its_sequences() -> None:
     assert text.training.num == 4
     # Documents begin at 3 and 7, each in another sequence; all four are in one step.
     assert text.num_targets(0) == 20 - 2
-
-
-@pytest.mark.parametrize(
-    ("starts", "expected"),
-    [([], [0, 1, 2, 3]), ([1, 3], [0, 0, 1, 0]), ([4], [0, 1, 2, 3])],
-)
-def test_positions(starts: list[int], expected: list[int]) -> None:
-    assert list(positions(4, np.array(starts, np.int64))) == expected

@@ -112,21 +112,6 @@ def test_a_byte_order_mark_is_no_text(words: Words, tmp_path: Path) -> None:
     assert all_of(_tokenized(words, tmp_path / "x.txt")) == [3, 4, 2]
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ('{"text": "a \\ud800 b"}', "holds half a character"),
-        ('{"text": null}', "field 'text' is null, not text. Filter"),
-        ('{"text": 7}', "field 'text' is a number, not text"),
-    ],
-)
-def test_a_line_without_text_is_named(words: Words, tmp_path: Path, line: str, said: str) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"text": "a"}\n' + line)
-    with pytest.raises(CorpusError, match=rf"x\.jsonl, line 2: {said}"):
-        _tokenized(words, path)
-
-
 @pytest.mark.parametrize("name", ["tokens", "ends", "ends.crc32", "made.json"])
 @pytest.mark.parametrize("cut", [True, False])
 def test_what_was_cut_or_removed_is_made_again(

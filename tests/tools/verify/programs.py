@@ -157,15 +157,6 @@ def shard_and_register(model: Any) -> nn.Module:
     return sharded
 
 
-def wrap_by_torch_s_names(model: Any) -> nn.Module:
-    """Wrap as a program for PyTorch's FSDP1 does."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    policy = ModuleWrapPolicy({Block})
-    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True)
-
-
 def shard_with_sums(model: Any) -> nn.Module:
     """Shard one block so that its gradients are summed."""
     sharded = shard(model)

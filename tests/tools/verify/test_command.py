@@ -83,20 +83,6 @@ def test_a_fault_is_reported_with_the_first_module_and_what_to_do(tmp_path: Path
     assert "differs: divide-factor (unit blocks.0)." in said
 
 
-@pytest.mark.long  # below, the same of a script
-def test_names_of_torch_s_fsdp_are_fullshard_s_and_everything_is_one_json_object() -> None:
-    shard = f"{HERE}:wrap_by_torch_s_names"
-    result = _verify("--json", "--shard", shard, "--steps", "1")
-    assert result.code == Exit.OK
-    found = json.loads(result.out)
-    assert found["verdict"] == "ok"
-    assert {each["id"] for each in found["findings"]} == {
-        *("losses", "outputs", "gradients", "parameters", "buffers")
-    }
-    assert [unit["name"] for unit in found["ranks"]["0"]["units"]] == ["", "blocks.0", "blocks.1"]
-    assert found["options"]["shard"] == shard
-
-
 def test_a_script_by_torch_s_names_runs_twice_and_is_equal() -> None:
     words = ("--steps", "2", "--json", "--", "--width", "16", "--out", "runs/{side}")
     result = _verify_script("by_torch_names", *words, forks=True)
@@ -111,18 +97,6 @@ def test_a_script_by_torch_s_names_runs_twice_and_is_equal() -> None:
     for side in ("sharded", "whole"):  # the last step is ended before it prints
         assert result.err.count(f"a step, for runs/{side} by scripts/by_torch_names.py") == 2
         assert f"2 ranks: 2 steps of scripts/by_torch_names.py, {side}" in result.err
-
-
-@pytest.mark.long  # test_scripts.py has it on ranks of its own
-def test_a_script_that_shards_nothing_is_said_to() -> None:
-    result = _verify_script("train", "--", "--fault", "nothing", "--steps", "2")
-    assert result.code == Exit.FAILED
-    said = " ".join(result.out.split())
-    assert "the script has sharded nothing" in said
-    assert "fullshard verify SCRIPT -- ARGUMENTS" in said
-    assert ", whole" not in result.err
-    assert "Traceback" not in said
-    assert "failed: ranks 0-1. 2 ranks" in said
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ what it finds of each. A finding that is `ok` says what was measured.
 
 import collections
 import dataclasses
+import functools
 import re
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -44,19 +45,12 @@ _SLOW_NETWORK = 100e6  # bytes per second: a gigabit
 _PER_RANK = ("CUDA_VISIBLE_DEVICES",)  # that launchers give each rank on purpose
 
 
-def _said(severity: Severity) -> Callable[..., Finding]:
+def _said(severity: Severity, measured: str, advice: str = "", where: str = "") -> Finding:
     """Say what a check finds of one thing that it has looked at. where: unless it is the thing itself."""
-
-    def say(measured: str, advice: str = "", where: str = "") -> Finding:
-        return Finding("", severity, where, measured, advice)
-
-    return say
+    return Finding("", severity, where, measured, advice)
 
 
-_problem = _said(Severity.PROBLEM)
-_warning = _said(Severity.WARNING)
-_note = _said(Severity.NOTE)
-_ok = _said(Severity.OK)
+_problem, _warning, _note, _ok = (functools.partial(_said, severity) for severity in Severity)
 
 
 class Check(NamedTuple):
@@ -195,10 +189,8 @@ def _gloo(exam: Examination, _: None) -> Iterator[Finding]:
     failed = [link for link in _links(exam) if link.error]
     ended: set[int] = set()
     for link in sorted(failed, key=lambda link: link.turn):
-        if not ended & {
-            link.first,
-            link.second,
-        }:  # else it may have failed because of an earlier one
+        # Else it may have failed because of an earlier one.
+        if not ended & {link.first, link.second}:
             yield _problem(
                 f"no message got through: {link.error}",
                 "Look for a rank that ended, a firewall, or an interface that only one of them has "
@@ -379,7 +371,8 @@ def _packages(exam: Examination, _: None) -> Iterator[Finding]:
         if chosen:
             said = [f"{n}: {_by_value(exam, differing[n])}" for n in chosen[:_MOST_NAMED]]
             more = len(chosen) - len(said)
-            yield _said(severity)(
+            yield _said(
+                severity,
                 "; ".join(said) + (f"; and {more} more (--json has all)" if more else ""),
                 "Install from one list of pinned versions everywhere, or use one container image.",
             )
@@ -716,7 +709,7 @@ def _environment(exam: Examination, ranks: Sequence[RankFacts]) -> Iterator[Find
                 ranks_with.setdefault((harm, value), []).append(each.rank)
     for (harm, value), harmed in ranks_with.items():
         measured = f"{harm.name}={value}: {harm.effect}"
-        yield _said(harm.severity)(measured, harm.advice, at(exam, harmed))
+        yield _said(harm.severity, measured, harm.advice, at(exam, harmed))
     if not ranks_with:
         yield _ok("no variable that is known to hurt")
 

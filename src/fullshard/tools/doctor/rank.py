@@ -37,7 +37,7 @@ from fullshard.tools.doctor.together import (
 )
 from fullshard.tools.exits import Exit
 from fullshard.tools.launch import Place, leave
-from fullshard.tools.progress import Reporter, Reporting
+from fullshard.tools.progress import Reporter, reporting
 from fullshard.versions import VERSION
 
 _SLACK_S = 30.0  # beyond the timeout, before a step counts as stuck
@@ -52,7 +52,7 @@ def run_rank(
     die_with_launcher(place.launcher_pid)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     has_agent_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    with Reporting(rank=place.rank) as report:
+    with reporting(rank=place.rank) as report:
         facts = look_at_rank(place, environment)
         rank = _Rank(place, facts, report, timeout_s=timeout_s, as_json=as_json)
         try:

@@ -25,6 +25,7 @@ from fullshard.tools.config import TrainConfig
 from fullshard.tools.text.documents import Source
 
 NUM_BYTES = 256
+_SURVEY_NBYTES, _BLOCK_NBYTES = 64 * 2**20, 2**20
 IGNORED = -100
 """In the place of a token that is not to be predicted; what `cross_entropy` leaves out."""
 
@@ -124,16 +125,15 @@ class ByteText:
 
     @cached_property
     def survey(self) -> Survey:
-        return self.surveyed()
-
-    def surveyed(self, most: int = 64 * 2**20, block: int = 2**20) -> Survey:
-        """Measure the distribution of bytes, and fingerprint the text, from about `most` bytes of it."""
+        """Measure the distribution of bytes, and fingerprint the text, from as many bytes of it as suffice."""
 
         def read(start: int, nbytes: int) -> npt.NDArray[np.uint8]:
             return np.frombuffer(self.read(start, min(nbytes, self.nbytes - start)), np.uint8)
 
         digest = hashlib.sha256(struct.pack("<q", self.nbytes))
-        return survey_of(read, self.nbytes, NUM_BYTES, digest, most=most, block=block)
+        return survey_of(
+            read, self.nbytes, NUM_BYTES, digest, most=_SURVEY_NBYTES, block=_BLOCK_NBYTES
+        )
 
     def notes(self) -> list[str]:
         """Say what a person should know about the text: how much there is, and what was left out."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fullshard.tools.config import TrainConfig
-from fullshard.tools.progress import Copying
+from fullshard.tools.progress import copying
 from fullshard.tools.text import finding, packed
 from fullshard.tools.text.cache import CorpusError
 from fullshard.tools.text.corpus import ByteText
@@ -81,9 +81,9 @@ def _packed(
     cache: Path,
 ) -> packed.PackedText:
     def tokens_of(sources: list[Source]) -> Tokens:
-        with Copying("tokenizing") as bar:
+        with copying("tokenizing") as update:
             return tokenized(
-                sources, tokenizer, text_field=config.text_field, cache=cache, progress=bar.update
+                sources, tokenizer, text_field=config.text_field, cache=cache, progress=update
             )
 
     def sequences(tokens: Tokens, first: int, last: int, *, what: str) -> packed.Sequences:

@@ -29,7 +29,7 @@ from fullshard.local_ranks import die_with_launcher
 from fullshard.peers.stacks import folded_traceback
 from fullshard.tools.exits import Exit
 from fullshard.tools.launch import Place, join_ranks, leave
-from fullshard.tools.progress import Reporter, Reporting
+from fullshard.tools.progress import Reporter, reporting
 from fullshard.tools.verify.program import load_program, train
 from fullshard.tools.verify.record import Diary, Failure
 from fullshard.tools.verify.sides import Side
@@ -59,7 +59,7 @@ def run_rank(side: Side, place: Place, *, threads: int, watch: type[Watching] = 
         timer.start()
 
     with (
-        Reporting(rank=place.rank) as report,
+        reporting(rank=place.rank) as report,
         supervised(side.diary, options.timeout_s, on_stuck=lambda: leave(Exit.OK)),
     ):
         if not options.script:

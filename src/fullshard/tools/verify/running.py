@@ -19,7 +19,7 @@ from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import check_local_ranks
 from fullshard.tools.launch import Ending, launch, place_in
-from fullshard.tools.progress import Reporting
+from fullshard.tools.progress import reporting
 from fullshard.tools.verify.comparing import WELL, compare
 from fullshard.tools.verify.options import VerifyOptions
 from fullshard.tools.verify.printing import show
@@ -107,7 +107,7 @@ def _alone(options: VerifyOptions, folder: Path, *, is_kept: bool, as_json: bool
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(code)
 
-    with Reporting(rank=0) as report:
+    with reporting(rank=0) as report:
         report.note(f"one process: {options.steps} steps, not sharded")
         with supervised(side.diary, options.timeout_s, on_stuck=end_stuck, passing=(OptionError,)):
             run_side(side, report)

@@ -46,9 +46,8 @@ class Side:
 
     label = ""
     gradient_kinds: Sequence[str] = ("gradient", "final-gradient")
-    is_compiled = (
-        False  # recording breaks graphs apart, which takes minutes and shows nothing of sharding
-    )
+    # Recording breaks graphs apart, which takes minutes and shows nothing of sharding.
+    is_compiled = False
 
     def __init__(self, options: VerifyOptions, rank: int, folder: Path, own_folder: Path) -> None:
         self.options, self.rank, self._folder = options, rank, folder

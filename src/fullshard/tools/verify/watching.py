@@ -72,9 +72,8 @@ class Watch(Watching):
         self._step = 0
         self._num_backwards = 0
         self._num_unseen = 0  # steps of optimizers before anything was sharded
-        self._is_known = (
-            False  # whether the outermost module that runs is of a model that is sharded
-        )
+        # Whether the outermost module that runs is of a model that is sharded.
+        self._is_known = False
         self._inputs: list[str] = []
         self._batch = ""  # the fingerprint that takes the place of those of inputs
         self._tensors: Tensors = {}
