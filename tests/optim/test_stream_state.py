@@ -158,6 +158,25 @@ def test_what_cannot_be_served_is_refused_before_anything_changes() -> None:
         assert not optimizer.state
 
 
+@on_ranks(2)
+def test_a_budget_is_refused_on_all_ranks_if_it_is_too_small_on_one() -> None:
+    def flat(module: nn.Module) -> Any:
+        return fullshard.FullyShardedDataParallel(module, use_orig_params=True)
+
+    # Of 3 x 256 elements the ranks have two rows and one; of a flat buffer, half and half.
+    for shard, most in ((fullshard.fully_shard, 2), (flat, 1.5)):
+        model: Any = shard(nn.Linear(256, 3, bias=False))
+        least = round(most * 256 * 4)  # the momentum of the only unit, which stays
+        for budget in (least - 1, least):
+            optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            policy = Policy(optimizer="disk", folder=tempfile.gettempdir(), device_nbytes=budget)
+            if budget == least:
+                fullshard.stream_state(optimizer, policy)
+            else:
+                with pytest.raises(ShardingError, match=f"device_nbytes={least:,} or more"):
+                    fullshard.stream_state(optimizer, policy)
+
+
 @on_ranks(1)
 def test_a_disk_that_is_too_small_is_found_before_anything_is_stepped() -> None:
     model = fullshard.fully_shard(nn.Linear(64, 64))

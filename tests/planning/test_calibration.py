@@ -32,7 +32,11 @@ from fullshard.planning.calibration import (
 )
 from fullshard.planning.costs import CostError
 from fullshard.planning.estimate import estimate_step
+from fullshard.planning.machines import machine_named
+from fullshard.planning.setup import SetupError, TrainingSetup
+from fullshard.planning.subject import Subject
 from fullshard.planning.traced import Example, TraceOptions, trace_workload
+from fullshard.policies import MixedPrecisionPolicy
 from fullshard.tools.calibrate import Model, measure_kernels
 from tests.harness import on_ranks, rank
 
@@ -212,3 +216,20 @@ def test_all_ranks_have_the_kernels_that_each_of_them_has_run() -> None:
     assert everyones == [kernels, kernels]
     assert {each.work for each in kernels} == {each.work for each in _figures(workload).kernels}
     assert all(each.seconds > 0 for each in kernels)
+
+
+def test_a_model_that_is_too_large_to_run_here_is_refused_before_it_has_memory() -> None:
+    made: list[nn.Module] = []
+
+    def build() -> nn.Module:
+        made.append(nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))))
+        return made[0]
+
+    subject = Subject(build, inputs=lambda batch: torch.empty(batch, 1024, device="meta"))
+    float32 = MixedPrecisionPolicy(torch.float32)
+    setup = TrainingSetup(machine_named("H100-80GB-SXM"), 8, precision=float32)
+    with pytest.raises(SetupError, match=r"32\.0 MiB or more on each rank, of which 32\.0 MiB"):
+        subject.with_memory(setup, 32 << 20)
+    assert all(parameter.is_meta for parameter in made[0].parameters())
+    model, *_ = subject.with_memory(setup, 33 << 20)
+    assert not any(parameter.is_meta for parameter in model.parameters())

@@ -411,6 +411,10 @@ ROWS: dict[str, tuple[nn.Module, list[str]]] = {
         nn.Sequential(mlp(9, 8), mlp(9, 8)),
         [f"{stage}.{layer}" for stage in range(2) for layer in range(9)],
     ),
+    "an encoder and a decoder": (
+        nn.Sequential(Stack([LoRA(8, 2), LoRA(8, 2)]), Stack([DenseMoE(8, 2), DenseMoE(8, 2)])),
+        ["0.layers.0", "0.layers.1", "1.layers.0", "1.layers.1"],
+    ),
     "of experts": (nn.Sequential(Experts(), Experts(), Experts(), Experts()), ["0", "1", "2", "3"]),
     "a small list beside": (
         nn.Sequential(mlp(4, 32), Stack([nn.Linear(32, 2), nn.Linear(32, 2)])),
@@ -643,6 +647,7 @@ def test_a_model_of_80_layers_is_traced_on_the_meta_device() -> None:
     assert len(workload.units) == 81
     assert workload.model_flops == 4096 * config.flops_per_token(seq=4096)
     assert len(workload.stretches) <= 5
+    assert workload.running is workload.running  # it is asked for each parameter
 
 
 # What cannot be traced

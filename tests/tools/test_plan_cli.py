@@ -111,12 +111,16 @@ def test_options_change_what_they_name() -> None:
     more += ("--param-dtype", "bf16", "--reduce-dtype", "bf16", "--optimizer", "sgd", "--fused")
     more += ("--offload", "optimizer", "--compile", "--attention", "flash", "--reshard", "no")
     more += ("--keep-unsharded", "1MiB")
+    more += ("--sum-replicas-last", "--unsharded", "model.layers.0+model.layers.1")
+    more += ("--units", "model.layers.0+model.layers.1,model.norm")
     settings = json.loads(called(*words, *more).stdout)["settings"]
     wanted = {"ranks": 16, "hosts": 2, "shard_size": 4, "accumulation": 2, "reduces_each": False}
     wanted |= {"checkpointing": "full", "stored_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
     wanted |= {"optimizer": "sgd", "is_fused": True, "offload": "optimizer", "is_compiled": True}
     wanted |= {"attention": "flash", "reshard_after_forward": False}
-    wanted |= {"keep_unsharded_nbytes": 1 << 20}
+    wanted |= {"keep_unsharded_nbytes": 1 << 20, "sums_replicas_last": True}
+    joined = "model.layers.0, model.layers.1"
+    wanted |= {"units": [joined, "model.norm"], "unsharded": [joined]}
     assert {name: settings[name] for name in wanted} == wanted
 
 
@@ -157,6 +161,8 @@ def test_a_machine_may_be_given_by_its_numbers() -> None:
     ]
     assert other["memory_nbytes"] == 2**30
     assert other["flops_per_s"] == machine_named("H100-80GB-SXM").gpu.flops
+    alone = called("--shape", SHAPE, *NUMBERS[:-2], "--ranks", "1")  # linked to nothing
+    assert alone.exit_code == Exit.OK, alone.output
 
 
 @pytest.mark.parametrize(
@@ -207,6 +213,7 @@ def test_a_machine_may_be_given_by_its_numbers() -> None:
         (("--shape", SHAPE, "--dtype", "fp32", *ON_8), "give the model itself"),
         (("--shape", SHAPE, "--units", "a", *ON_8), "a shape has no module"),
         (("planned_program:nothing", *ON_8), "has no function 'nothing'; it has "),
+        (("torch:compil", *ON_8), "has no function 'compil'; it has compile, "),
         (("no_such_program:net", *ON_8), "no module 'no_such_program'"),
         (("planned_program:reads", *ON_8), "--example-input MODULE:FUNCTION"),
         (("planned_program:net", *ON_8), "0.linear (Linear, planned_program.py:11)"),
@@ -223,7 +230,10 @@ def test_a_machine_may_be_given_by_its_numbers() -> None:
         (("8b", *ON_8, "--keep-unsharded", "4GiB", "--search"), "--keep-unsharded with --search"),
         (("tiny", *ON_8, "--unsharded", ""), "--unsharded '': a name is empty"),
         (("tiny", *ON_8, "--units", "a,"), "--units 'a,': a name is empty"),
-        (("--shape", SHAPE, *ON_8, "--page", "/proc/no/page.html"), "with --page"),
+        (("tiny", *ON_8, "--units", "a+,b"), "--units 'a+,b': a name is empty"),
+        (("--shape", SHAPE, *ON_8, "--page", "no/page.html"), "--page no/page.html: there is no"),
+        (("--shape", SHAPE, *ON_8, "--page", "/proc/page.html"), "with --page"),
+        (("--shape", SHAPE, *ON_8, "--out", "no/plan.json"), "no folder no"),
         (("--shape", SHAPE, *ON_8, "--out", "-"), "--out -: give the name"),
         (("--runs", "runs.csv"), "--runs and --out belong together"),
         (("--runs", "runs.csv", "--page", "page.html"), "--runs and --out belong together"),
@@ -235,6 +245,7 @@ def test_what_cannot_be_planned_is_refused(words: tuple[str, ...], said: str) ->
     assert result.exit_code == Exit.USAGE, result.output
     assert said in result.output
     assert "Traceback" not in result.output
+    assert len(result.output) < 1500
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,10 @@ def test_the_command_writes_prints_and_refuses(tmp_path: Path) -> None:
     )
     for other in ("--follow", "--json"):
         assert call(run, "--md", other).exit_code == Exit.USAGE
+    typo = call(run, "--out", tmp_path / "elsewhere" / "page.html")
+    assert typo.exit_code == Exit.USAGE
+    assert f"there is no folder {tmp_path / 'elsewhere'}" in typo.output
+    (tmp_path / "elsewhere").mkdir()
     other = call(run, "--out", tmp_path / "elsewhere" / "page.html")
     assert other.exit_code == Exit.OK
     assert (tmp_path / "elsewhere" / "page.html").is_file()
@@ -418,7 +422,7 @@ def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
     assert parts["time of barrier"] == [100, 100]
     assert parts["memory of saved"] == [30, 30]
     assert found["options"] == [("lr", ["0.002", "0.0001"])]
-    out = tmp_path / "pages" / "both.html"
+    out = tmp_path / "both.html"
     assert write_comparison([first, second], out) == out
     page = Page(out.read_text())
     assert {"What came out", "Loss, running mean", "Loss held out"} <= set(page.headings)

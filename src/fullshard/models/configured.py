@@ -11,6 +11,7 @@
 The model's code is that of Transformers, which is imported in functions only: it is an extra.
 """
 
+import collections
 import dataclasses
 import inspect
 from collections.abc import Mapping
@@ -64,18 +65,24 @@ def build_from_config(fields: Mapping[str, Any], *, seed: int) -> nn.Module:
         ) from error
 
 
+_MOST_LISTS = 3  # of one kind: more are a part of each layer
+
+
 def sharding_units(model: nn.Module) -> list[nn.Module]:
     """Return the repeated layers, to be sharded one by one before the model.
 
-    They are the list of modules with the most parameters, which in a decoder is that of its layers (of
-    several kinds in some); experts and the like are lists within one. Empty if a model has no list.
+    They are what its lists of modules hold: that of a decoder, and of an encoder. Experts and the like are lists within
+    one, or many lists of one kind. Empty if a model has no other.
     """
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        return []
-    # The first of equals: `modules` comes to a list before those within it.
-    layers = max(lists, key=lambda each: sum(param.numel() for param in each.parameters()))
-    return list(layers)
+    lists: list[nn.ModuleList] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():  # which comes to a list before those within it
+        if isinstance(module, nn.ModuleList) and len(module) and module not in inside:
+            inside.update(module.modules())
+            lists.append(module)
+    kinds = collections.Counter(type(each[0]) for each in lists)
+    lists = [each for each in lists if kinds[type(each[0])] <= _MOST_LISTS]
+    return [layer for each in lists for layer in each if [*layer.parameters()]]
 
 
 def recompute_layers(model: Any) -> None:

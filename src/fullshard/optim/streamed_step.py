@@ -16,6 +16,7 @@ arrived early is dropped, since it may be written to.
 import collections
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -46,7 +47,8 @@ class Piece:
     """What one optimizer trains of one unit; what is of no unit makes one piece.
 
     members: for each of the optimizer's groups, by number, the local tensors that it trains here.
-    nbytes: of their state, as a trial has shown. stays: it does not leave the device.
+    states: for those that are trained, who owns it, its elements, and the bytes for each of them in each tensor of state,
+        as a trial has shown. stays: it does not leave the device.
     home: where the state is between steps; None as long as there is none, and if it stays.
     reserved: a file for the home to come, so that a disk which is too small is found before anything is stepped.
     """
@@ -55,7 +57,7 @@ class Piece:
         self.unit = _nobody if unit is None else weakref.ref(unit)
         self.policy, self.runtime = policy, runtime
         self.members: dict[int, list[torch.Tensor]] = collections.defaultdict(list)
-        self.nbytes = 0
+        self.states: list[tuple[Any, int, tuple[int, ...]]] = []
         self.stays = True
         self.home: Home | None = None
         self.reserved: UnitFile | None = None
@@ -69,6 +71,33 @@ class Piece:
     def shards(self) -> Iterator[torch.Tensor]:
         for shards in self.members.values():
             yield from shards
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of the state here."""
+        return sum(padded(numel * size) for _, numel, sizes in self.states for size in sizes)
+
+    @property
+    def most_nbytes(self) -> int:
+        """Bytes of the state on the rank that has most, as every rank finds it by the layout."""
+        unit = self.unit()
+        if unit is None or unit.flat_parameter is not None:  # which is cut evenly
+            return self.nbytes
+        buckets = unit.plan_layout().buckets
+        places = {unit.managed[place.index]: (b, place) for b in buckets for place in b.params}
+
+        def on(rank: int) -> int:
+            total = 0
+            for owner, numel, sizes in self.states:
+                if owner in places:
+                    bucket, place = places[owner]
+                    numel = math.prod(bucket.shard_range(place, rank)[1])  # noqa: PLW2901
+                total += sum(padded(numel * size) for size in sizes)
+            return total
+
+        # Of rows, no rank has more than the first.
+        ranks = max((bucket.shard_size for bucket in buckets if bucket.is_flat), default=1)
+        return max(map(on, range(ranks)))
 
     @property
     def is_stepped(self) -> bool:
@@ -155,22 +184,17 @@ class StreamedStep(LocalStep):
         groups: dict[tuple[torch.device, PlacementPolicy], list[Piece]] = {}
         for piece in pieces:
             place, runtime = piece.policy.optimizer, piece.runtime
-            if piece.nbytes and (place == "disk" or (place == "host" and runtime.has_streams)):
+            if piece.states and (place == "disk" or (place == "host" and runtime.has_streams)):
                 groups.setdefault((runtime.device, piece.policy), []).append(piece)
         homes = [piece for piece in self.pieces if piece.home is not None]
         at_home = set(itertools.chain.from_iterable(piece.shards for piece in homes))
         channels = {}
         for (device, policy), own in groups.items():
-            sizes, budget = [piece.nbytes for piece in own], policy.device_nbytes
-            if budget is not None and budget < least_budget(sizes):
-                raise ShardingError(
-                    f"PlacementPolicy(device_nbytes={budget:,}) is too small: units' states pass through twice the memory "
-                    f"of the largest that leaves, and the largest has {max(sizes):,} bytes. It takes "
-                    f"device_nbytes={least_budget(sizes):,} or more."
-                )
-            planned = plan_state(sizes, budget)
+            self._check_budget(own, policy.device_nbytes)
+            here = [piece for piece in own if piece.nbytes]
+            planned = plan_state([piece.nbytes for piece in here], policy.device_nbytes)
             channel = _Channel(Runtime.of(device), policy, planned.slot_nbytes)
-            for piece, stays in zip(own, planned.stays, strict=True):
+            for piece, stays in zip(here, planned.stays, strict=True):
                 piece.stays = stays
                 # What has a file already moves to another one at a time: reserved at once, they take twice the space.
                 if channel.files is not None and not stays and at_home.isdisjoint(piece.shards):
@@ -187,6 +211,18 @@ class StreamedStep(LocalStep):
                     self.units.add(unit)
         if channels:
             self._passes.start()
+
+    def _check_budget(self, pieces: Sequence[Piece], budget: int | None) -> None:
+        """Raise ShardingError, on all ranks alike, for a budget that is too small on some."""
+        if budget is None:
+            return
+        sizes = [piece.most_nbytes for piece in pieces]
+        if budget < (least := least_budget(sizes)):
+            raise ShardingError(
+                f"PlacementPolicy(device_nbytes={budget:,}) is too small: units' states pass through twice the memory of "
+                f"the largest that leaves, and the largest has {max(sizes):,} bytes, on the rank that has most of it. "
+                f"It takes device_nbytes={least:,} or more."
+            )
 
     def _divided(self) -> list[Piece]:
         """Divide what is trained into pieces, by unit, in the order of the groups."""
@@ -210,7 +246,8 @@ class StreamedStep(LocalStep):
                 kind = number, shard.dtype, shard.device
                 if kind not in sizes:
                     sizes[kind] = self._try_out(number, shard)
-                piece.nbytes += sum(padded(shard.numel() * size) for size in sizes[kind])
+                if sizes[kind]:
+                    piece.states.append((owner, shard.numel(), sizes[kind]))
         return list(pieces.values())
 
     @torch.no_grad()

@@ -14,6 +14,7 @@ backward runs the stretches from the last to the first. `planning.traced` makes 
 
 import dataclasses
 import enum
+import functools
 from typing import NamedTuple
 
 from fullshard.plan.layout import ParamSpec
@@ -142,7 +143,7 @@ class Workload:
     model_flops: float = 0.0
     tokens: int = 0
 
-    @property
+    @functools.cached_property
     def running(self) -> frozenset[int]:
         """The units that run. Others are not gathered, and their parameters get neither gradients nor optimizer state."""
         return frozenset(event.unit for event in self.events if isinstance(event, Enter))

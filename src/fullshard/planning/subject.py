@@ -10,6 +10,7 @@ A module is traced (`planning.traced`), sizes are counted (`planning.shapes`).
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +23,9 @@ from fullshard.models.blueprints import read_model_config
 from fullshard.models.configured import build_from_config
 from fullshard.models.llama import Llama
 from fullshard.models.sizes import SIZES
+from fullshard.plan.amounts import nbytes
 from fullshard.plan.layout import ParamSpec
-from fullshard.plan.workload import Stretch, Work, WorkKind, Workload
+from fullshard.plan.workload import Run, Stretch, Work, WorkKind, Workload
 from fullshard.planning.recomputing import recompute
 from fullshard.planning.setup import SetupError, TrainingSetup
 from fullshard.planning.shapes import (
@@ -151,10 +153,13 @@ class Subject:
             found = self._workloads[key] = _stored(found, setup.stored or self._own_dtype)
         return found
 
-    def with_memory(self, setup: TrainingSetup) -> tuple[nn.Module, Example, TraceOptions]:
+    def with_memory(
+        self, setup: TrainingSetup, most_nbytes: float = math.inf
+    ) -> tuple[nn.Module, Example, TraceOptions]:
         """Return the model with parameters of any values, and what it is called with, to run passes of it.
 
-        Raises SetupError for sizes alone, of which there is no module.
+        Raises SetupError for sizes alone, of which there is no module, and for a model that takes more than so many
+        bytes; nothing is allocated then.
         """
         if self._module is None:
             raise SetupError("sizes have no kernels that could run: give the model itself.")
@@ -166,7 +171,19 @@ class Subject:
             made = torch.empty_like(leaf, device="cpu")
             return made.normal_(generator=generator) if leaf.is_floating_point() else made.zero_()
 
-        model = self._module
+        model, workload = self._module, self.workload(setup)
+        runs = [workload.stretches[e.stretch] for e in workload.events if isinstance(e, Run)]
+        params = [spec for unit in workload.units for spec in unit.params]
+        needed = sum(each.nbytes for each in model.parameters())
+        needed += sum(
+            p.numel * p.compute_dtype.itemsize for p in params if p.compute_dtype != p.dtype
+        )
+        needed += workload.held_nbytes + workload.input_nbytes + sum(s.saved_nbytes for s in runs)
+        if needed > most_nbytes:
+            raise SetupError(
+                f"{self.name} runs whole here, and takes {nbytes(needed)} or more on each rank, of which {nbytes(most_nbytes)} "
+                "are left. Take smaller --batch and --seq, fewer ranks, or a smaller model of the same layers."
+            )
         if any(each.is_meta for each in (*model.parameters(), *model.buffers())):
             model.to_empty(device="cpu")
             for tensor in (*model.parameters(), *model.buffers()):

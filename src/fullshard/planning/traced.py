@@ -183,8 +183,8 @@ BUILDING = ", which builds the model, raised"
 def default_units(model: nn.Module) -> list[str]:
     """Return the paths of the modules that make good units: the repeated layers.
 
-    Those of the largest list, as `fullshard train` shards them. Without a list of at least half of what is repeated,
-    the outermost modules of one kind that hold as much. A kind is a class of the program's own; or one of torch's in
+    Those of all lists, as `fullshard train` shards them. If these have less than half of what is repeated, the
+    outermost modules of one kind that hold as much. A kind is a class of the program's own; or one of torch's in
     an `nn.Sequential` or a list, with the classes inside it.
     """
     listed = {id(module) for module in sharding_units(model) if _has_forward(module)}
@@ -489,13 +489,12 @@ class _Run:
         self, model: nn.Module, units: Mapping[str, int], options: TraceOptions, recorder: Recorder
     ) -> None:
         self._model, self._units, self._paths = model, units, [*units]
+        self._place_of = {path: place for place, path in enumerate(units)}
         self._options, self._recorder = options, recorder
         self._owned = _unit_params(model, units, options.precision)
-        of = [*units.values()]
-        # Modules of each unit.
-        self._places = [
-            [place for place, each in enumerate(of) if each == unit] for unit in dict.fromkeys(of)
-        ]
+        self._places: list[list[int]] = [[] for _ in {*units.values()}]  # modules of each unit
+        for place, unit in enumerate(units.values()):
+            self._places[unit].append(place)
         self._replacing: dict[int, Tensor] = {}  # by the id of what the model has
         self._held_nbytes = 0
         # Of the forward: runs are of the recorder's spans, and what follows is of modules of units, by place.
@@ -603,7 +602,7 @@ class _Run:
             path, same = self._paths[event.unit], event.unit
             if contains(self._paths[found.unit], path):  # else it is one that both call
                 inside = path.removeprefix(self._paths[found.unit])
-                same = self._paths.index(self._paths[place] + inside)
+                same = self._place_of[self._paths[place] + inside]
             self._like[same] = self._like.get(event.unit, event.unit)
             self._log.append(event._replace(unit=same))
 
@@ -653,13 +652,16 @@ class _Run:
             for each in self._events()
             if not isinstance(each, Run) or each.stretch in full
         ]
+        params: list[list[ParamSpec]] = [[] for _ in self._places]
+        for each in self._owned:
+            params[each.unit].append(self._spec(each))
         units = [
             WorkloadUnit(
                 ", ".join(clean_name(self._paths[place]) for place in places),
-                tuple(self._spec(each) for each in self._owned if each.unit == unit),
+                tuple(specs),
                 recomputes=self._recomputes(places),
             )
-            for unit, places in enumerate(self._places)
+            for places, specs in zip(self._places, params, strict=True)
         ]
         storages = {t.untyped_storage()._cdata: t.nbytes for t in example.tensors}
         workload = Workload(
@@ -687,7 +689,7 @@ class _Run:
     def _has_gradient(self, name: str) -> bool:
         """Whether a parameter has got a gradient, or that of the module that was traced instead."""
         path = lowest_common_unit([name.rpartition(".")[0]], self._units) or ""
-        places = {place := self._paths.index(path), self._like.get(place, place)}
+        places = {place := self._place_of[path], self._like.get(place, place)}
         names = [self._paths[each] + name.removeprefix(path) for each in places]
         found = (self._replacing[id(self._model.get_parameter(each))] for each in names)
         return not self._recorder.with_gradient.isdisjoint(found)

@@ -11,6 +11,7 @@ import datetime
 import functools
 import itertools
 import json
+import math
 import platform
 import socket
 import statistics
@@ -29,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard.errors import FullshardError, LaunchError
+from fullshard.host import memory_pools
 from fullshard.local_ranks import num_cores
 from fullshard.plan.amounts import seconds as seconds_text
 from fullshard.plan.ways import GLOO, PEER_MEMORY
@@ -102,12 +104,13 @@ def calibrate(options: PlanOptions, out: Path | None) -> Path:
             f"--out {path}: its folder cannot be made ({error.strerror}). Name another."
         ) from error
     known = read_machine(path, ranks) if path.exists() else None
+    free = min((pool.free_nbytes for pool in memory_pools().values()), default=math.inf)
     with reporting(rank=0) as report, _hearing(report) as told:
         report.note("starting ranks ...")
         try:
             with contextlib.redirect_stdout(sys.stderr):  # what the user's modules print
                 (figures, *_) = fullshard.launch(
-                    _measure_options, options, told, ranks=ranks, backend="gloo"
+                    *(_measure_options, options, told, free / ranks), ranks=ranks, backend="gloo"
                 )
         except LaunchError as error:
             if isinstance(error.__cause__, FullshardError):  # of these options
@@ -151,14 +154,14 @@ def _hearing(report: Reporter) -> Iterator[str]:
             thread.join()
 
 
-def _measure_options(options: PlanOptions, told: str) -> MachineFigures:
-    """Measure what options name, on this rank. told: see `_hearing`."""
+def _measure_options(options: PlanOptions, told: str, most_nbytes: float) -> MachineFigures:
+    """Measure what options name, on this rank. told: see `_hearing`. most_nbytes: that it may take."""
     subject = run_to_plan(options)[0] if is_run(options.model) else options.subject()
     # Recomputing runs the same kernels again; what a compiler saves is estimated from them.
     plain = dataclasses.replace(options, ranks=None, checkpointing="none", compiled=False)
     setup = plain.setup(machine_of(_figures(), 1.0))
     workload = subject.workload(setup)
-    model, example, trace_options = subject.with_memory(setup)
+    model, example, trace_options = subject.with_memory(setup, most_nbytes)
     manners = ("", " fused") if OPTIMIZERS[setup.optimizer].has_fused else ("",)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as telling:
 

@@ -9,7 +9,7 @@ import typer
 
 from fullshard.json_files import json_text
 from fullshard.tools.cli_options import Command, argument, flag, option, refuse, takes
-from fullshard.tools.config import OptionError
+from fullshard.tools.config import OptionError, check_file
 from fullshard.tools.exits import Exit
 from fullshard.tools.typed_program import has_module, split_program
 from fullshard.tools.verify.options import VerifyOptions
@@ -175,6 +175,8 @@ def compare(
             is_module=bool(module),
         )
         check_local_ranks(options.device, ranks)
+        if out is not None:
+            check_file(out)
         place = place_in(os.environ)
         if place is not None and records is None:
             raise OptionError(
@@ -193,7 +195,6 @@ def compare(
         print("fullshard compare: stopped", file=sys.stderr)
         raise typer.Exit(Exit.FAILED) from None
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json_text(switch.as_dict(found), indent=2), encoding="utf-8")
     switch.show(found, layout="json" if as_json else "md" if as_md else "table")
     raise typer.Exit(found.code)

@@ -43,6 +43,16 @@ class OptionError(FullshardError, ValueError):
     """An option that cannot work; raised before anything is written or started."""
 
 
+def check_file(path: Path, option: str = "--out") -> None:
+    """Raise OptionError for what no file can be written to: its folder has to be there. option: that named it."""
+    if str(path) == "-":
+        raise OptionError(f"{option} -: give the name of a file.")
+    if not path.parent.is_dir():
+        raise OptionError(
+            f"{option} {path}: there is no folder {path.parent}. Make it, or name another file."
+        )
+
+
 _most_used, _text, _model = panel(MOST_USED), panel("Text"), panel("Model")
 _devices, _training, _results = panel("Devices"), panel("Training"), panel("Results")
 

@@ -3,9 +3,13 @@
 import importlib
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any
 
+from fullshard.plan.units import first_names
 from fullshard.tools.config import OptionError
+
+_MOST_NAMED = 10
 
 
 def check_import_path(target: str) -> None:
@@ -37,12 +41,13 @@ def function_at(target: str) -> Callable[..., Any]:
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        there = sorted(
+        there = [
             key
             for key, value in vars(module).items()
             if callable(value) and getattr(value, "__module__", None) == module.__name__
-        )
-        raise OptionError(
-            f"{target}: {module_name} has no function {name!r}; it has {', '.join(there) or 'none'}."
-        )
+        ]
+        near = get_close_matches(name, there, n=_MOST_NAMED)
+        others = sorted({*there} - {*near}, key=lambda key: (key.startswith("_"), key))
+        known = first_names([*near, *others], _MOST_NAMED) or "none"
+        raise OptionError(f"{target}: {module_name} has no function {name!r}; it has {known}.")
     return function

@@ -13,7 +13,7 @@ from rich.console import Console
 from fullshard.errors import FullshardError
 from fullshard.json_files import json_text
 from fullshard.tools.cli_options import flag, refuse, takes
-from fullshard.tools.config import OptionError
+from fullshard.tools.config import OptionError, check_file
 from fullshard.tools.exits import Exit
 from fullshard.tools.plan_options import PlanOptions
 from fullshard.tools.progress import say_starting
@@ -71,7 +71,7 @@ def plan(
     page: Annotated[
         Path | None,
         typer.Option(
-            help="A page to write: the simulated timeline, memory, and what they go to.",
+            help="A page to write, and trace.json beside it: the simulated timeline, memory, and what they go to.",
             rich_help_panel="Results",
             metavar="FILE",
         ),
@@ -101,6 +101,9 @@ def plan(
     From the engine's own layouts and schedule, run on the clocks of a machine that nobody has to have.
     """
     try:
+        for path, option in ((out, "--out"), (page, "--page")):
+            if path is not None:
+                check_file(path, option)
         if runs is not None:
             unset = {field.name: field.default for field in dataclasses.fields(PlanOptions)}
             others = any(value != unset[name] for name, value in options.items())

@@ -83,8 +83,9 @@ class PlanOptions:
     )
     units: str | None = _model(
         None,
-        "Paths of the modules that fully_shard is called with, besides the root. Default: repeated layers.",
-        metavar="PATH,...",
+        "Paths of the modules that fully_shard is called with, besides the root; of one unit with + between them: "
+        "layers.0+layers.1,layers.2. Default: repeated layers.",
+        metavar="PATH[+PATH],...",
     )
     gpu: str = _machine(
         "",
@@ -117,6 +118,9 @@ class PlanOptions:
     grad_accum: int = _training(1, "Micro-batches a step.")
     reduce_last: bool = _training(
         False, "Reduce gradients in the last micro-batch of a step alone."
+    )
+    sum_replicas_last: bool = _training(
+        False, "Sum them over replicas in the last one alone (set_requires_all_reduce)."
     )
     shard_size: int | None = _training(
         None, "Ranks over which parameters are sharded; others hold replicas (HSDP). Default: all."
@@ -168,7 +172,8 @@ class PlanOptions:
             check_import_path(path)
         for name, typed in vars(self).items():
             option = f"--{name.replace('_', '-')}"
-            if name in ("units", "unsharded") and typed is not None and not all(typed.split(",")):
+            is_list = name in ("units", "unsharded") and typed is not None
+            if is_list and not all(re.split("[,+]", typed)):
                 raise OptionError(
                     f"{option} {typed!r}: a name is empty. Give paths of units but the root, such as layers.0,layers.1."
                 )
@@ -199,7 +204,9 @@ class PlanOptions:
             "memory_rate": self._number("memory_bandwidth"),
         }
         if not self.gpu:
-            needed = ("flops", "memory", "memory_bandwidth", "link")
+            if (self.ranks or (self.hosts or 0) * (self.per_host or 0)) == 1:  # and nothing to link
+                link = link or own["memory_rate"]
+            needed = ("flops", "memory", "memory_bandwidth", *([] if link else ["link"]))
             if missing := [name for name in needed if not getattr(self, name)]:
                 options = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
                 raise OptionError(
@@ -277,12 +284,17 @@ class PlanOptions:
                 "ranks": self._ranks_of(machine),
                 "accumulation": self.grad_accum,
                 "reduces_each": not self.reduce_last,
+                "sums_replicas_last": self.sum_replicas_last,
                 "precision": MixedPrecisionPolicy(computed, reduced),
                 "stored": stored,
                 "reshard_after_forward": reshard,
                 "unsharded": (
                     *([""] if type(reshard) is int else []),
-                    *(self.unsharded.split(",") if self.unsharded else []),
+                    *(
+                        each.replace("+", ", ")
+                        for each in (self.unsharded or "").split(",")
+                        if each
+                    ),
                 ),
                 "keep_unsharded_nbytes": round(self._number("keep_unsharded")),
                 "is_fused": self.fused,
@@ -307,7 +319,7 @@ class PlanOptions:
         from fullshard.planning.shapes import TransformerShape
         from fullshard.planning.subject import Subject
 
-        units = None if self.units is None else self.units.split(",")
+        units = self.units and [each.split("+") for each in self.units.split(",")]
         inputs, loss = (
             function_at(each) if each else None for each in (self.example_input, self.loss)
         )

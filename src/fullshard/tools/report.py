@@ -21,7 +21,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from fullshard.json_files import json_text
 from fullshard.plan.amounts import nanoseconds, nbytes
 from fullshard.tools.advice import stalled, verdict
-from fullshard.tools.config import OptionError
+from fullshard.tools.config import OptionError, check_file
 from fullshard.tools.doctor.findings import counted
 from fullshard.tools.perfetto import chrome_trace
 from fullshard.tools.report_data import (
@@ -76,11 +76,9 @@ def write_file(path: Path, text: str, *, option: str = "--out") -> None:
 
     option: that named it. Raises OptionError where it cannot be written.
     """
-    if str(path) == "-":
-        raise OptionError(f"{option} -: give the name of a file.")
+    check_file(path, option)
     partial = path.with_name(f"{path.name}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:

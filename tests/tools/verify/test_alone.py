@@ -6,13 +6,12 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from fullshard.tools.progress import Reporter
 from fullshard.tools.verify.options import VerifyOptions
-from fullshard.tools.verify.program import Program, repeated_blocks, train
+from fullshard.tools.verify.program import Program, train
 from fullshard.tools.verify.record import Run, alone_folder, read_tensors
 from fullshard.tools.verify.sides import side_of
 from fullshard.tools.verify.watching import EnoughError, Watch
@@ -72,17 +71,3 @@ def test_a_parameter_without_gradient_has_one_of_zeros(tmp_path: Path) -> None:
     assert read_tensors(alone_folder(tmp_path), "step-1")["gradient/unused.weight"].tolist() == [
         [0.0, 0.0]
     ]
-
-
-@pytest.mark.parametrize(
-    ("model", "blocks"),
-    [
-        (programs.Net(), ["blocks.0", "blocks.1"]),
-        (nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)), ["0", "2"]),
-        (nn.Sequential(nn.Linear(1, 1), nn.ReLU()), []),
-        (nn.ModuleList([nn.ModuleList([nn.Linear(1, 1)]), nn.ReLU()]), ["0.0"]),
-    ],
-)
-def test_repeated_blocks_become_units(model: nn.Module, blocks: list[str]) -> None:
-    paths = {id(module): path for path, module in model.named_modules()}
-    assert sorted(paths[id(block)] for block in repeated_blocks(model)) == blocks

@@ -245,6 +245,7 @@ def test_notes_say_what_weakens_a_result() -> None:
         ("absent.py --lr 1", "absent.py: there is no such file"),
         ("a b", "fullshard report a b"),
         ("--ranks 1 absent.py", "--ranks"),
+        ("--out no/found.json -m json.tool", "no folder no"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(

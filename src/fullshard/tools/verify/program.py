@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fullshard
+from fullshard.planning.traced import default_units
 from fullshard.tools.config import OptionError
 from fullshard.tools.import_path import function_at
 from fullshard.tools.verify.options import DTYPES, VerifyOptions
@@ -131,8 +132,8 @@ def load_program(options: VerifyOptions) -> Program:
 
 
 def default_shard(model: nn.Module, api: str) -> nn.Module:
-    """Shard a model without being told how: a unit for each repeated block, and one for the rest."""
-    blocks = repeated_blocks(model)
+    """Shard a model without being told how: the units that `fullshard plan` takes by default."""
+    blocks = [model.get_submodule(path) for path in default_units(model)]
     if api == "fsdp1":
         policy = fullshard.CustomPolicy(lambda module: any(module is block for block in blocks))
         return fullshard.FullyShardedDataParallel(
@@ -141,23 +142,6 @@ def default_shard(model: nn.Module, api: str) -> nn.Module:
     for block in blocks:
         fullshard.fully_shard(block)
     return fullshard.fully_shard(model)
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the children of every ModuleList, and of a Sequential that has several of one class.
-
-    Inner ones first, as `fully_shard` wants them. A block without parameters, or without a forward of its
-    own (a list in a list), is none.
-    """
-    blocks: dict[int, nn.Module] = {}
-    for module in reversed(list(model.modules())):
-        children = [child for child in module.children() if list(child.parameters())]
-        kinds = [type(child) for child in children]
-        is_repeated = isinstance(module, nn.Sequential) and len(set(kinds)) < len(kinds)
-        if is_repeated or isinstance(module, nn.ModuleList):
-            own = (c for c in children if not isinstance(c, (nn.ModuleList, nn.ModuleDict)))
-            blocks |= {id(child): child for child in own if child is not model}
-    return list(blocks.values())
 
 
 def _dtype_of(options: VerifyOptions) -> torch.dtype | None:
