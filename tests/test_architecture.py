@@ -344,7 +344,7 @@ _MOST_LINES = {
     "optim": 2210,
     "peers": 3368,
     "plan": 4140,
-    "planning": 6683,
+    "planning": 6686,
     "state": 3270,
     "tools": 17660,
     "top": 2200,

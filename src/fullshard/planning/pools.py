@@ -23,8 +23,8 @@ def pooled_nbytes(memory: StepMemory, aside: Collection[Holding]) -> int:
     return max(of_compute, default=0) + sum(peaks)
 
 
-def divided_nbytes(memory: StepMemory, holding: Holding, parts: int) -> int:
-    """Return the peak of a step that keeps one of `parts` of one use, and frees the rest at once."""
+def sharing_nbytes(memory: StepMemory, holding: Holding, kept: float) -> int:
+    """Return the peak of a step that keeps a share of one use, and frees the rest at once."""
     place = _ORDER[holding]
     levels = zip(memory.highest, memory.levels, strict=True)
-    return max(round(highest - level[place] * (1 - 1 / parts)) for highest, level in levels)
+    return max(round(highest - level[place] * (1 - kept)) for highest, level in levels)

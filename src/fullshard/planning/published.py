@@ -25,7 +25,7 @@ from fullshard.planning.costs import CONTEXT_NBYTES, FITTED, SPREAD, Constants, 
 from fullshard.planning.estimate import Estimate, estimate_step
 from fullshard.planning.machines import GPUS, Machine, MachineError, machine_named
 from fullshard.planning.offloading import offloaded
-from fullshard.planning.pools import divided_nbytes, pooled_nbytes
+from fullshard.planning.pools import pooled_nbytes, sharing_nbytes
 from fullshard.planning.setup import OPTIMIZERS, Optimizer
 from fullshard.planning.shapes import (
     CHUNKED_LOSS,
@@ -451,7 +451,7 @@ def _settings(row: _Row, ranks: int, master: torch.dtype, *, is_flat: bool) -> S
         reduces_each=sharding in (*_SHARDED, _ZERO2),
         optimizer=OptimizerPlan(
             nbytes_per_element=state / owners,
-            peak_per_element=0 if row.text("system") in _NEWER else temporary / owners,
+            peak_per_element=0 if row.text("system") in (*_NEWER, "zero3") else temporary / owners,
         ),
     )
 
@@ -574,19 +574,22 @@ def _resharding(settings: StepSettings, workload: Workload) -> StepSettings:
 def _of_other_engines(run: PublishedRun, memory: StepMemory) -> float:
     """Return bytes of tensors that DeepSpeed has, and our engine not; negative for what it has not.
 
-    ZeRO-2: a part of the gradients. ZeRO-3: shards in bfloat16 beside those in float32; a bucket of gradients; and
-    parameters that are used again soon, so stay gathered. The latter by its defaults: `reduce_bucket_size`,
-    `stage3_max_reuse_distance`.
+    ZeRO-2: a part of the gradients. ZeRO-3: shards and their gradients in bfloat16, always, in place of gradients in
+    float32 that come and go; a bucket of gradients; and parameters that are used again soon, so stay gathered. By the
+    defaults of `reduce_bucket_size` and `stage3_max_reuse_distance`. Source: deepspeed/runtime/zero/stage3.py.
     """
     if run.gradient_owners > 1:
-        nbytes = divided_nbytes(memory, Holding.GRADIENT_SHARDS, run.gradient_owners)
-        return nbytes - memory.peak_nbytes
+        part = sharing_nbytes(memory, Holding.GRADIENT_SHARDS, 1 / run.gradient_owners)
+        return part - memory.peak_nbytes
     if run.system != "zero3":
         return 0.0
     num_params = run.shape.num_params / (run.batch.parts.tensor * run.batch.parts.pipeline)
     gathered = max(0.0, 2 * min(num_params, 1e9) - memory.at_peak_of(Holding.UNSHARDED))
-    copied = 0.0 if run.batch.lora_rank else 2 * num_params / run.settings.sharding.shard_size
-    return copied + 2 * 5e8 + gathered
+    more = 2 * 5e8 + gathered
+    if not run.batch.lora_rank and run.offload == "none":
+        more += 4 * num_params / run.settings.sharding.shard_size - memory.peak_nbytes
+        more += sharing_nbytes(memory, Holding.GRADIENT_SHARDS, 0.0)
+    return more
 
 
 def _pooled_nbytes(run: PublishedRun, memory: StepMemory) -> float:
