@@ -100,6 +100,7 @@ def test_a_known_run_is_predicted_as_it_was_measured() -> None:
         ({"system": "fsdp1"}, None, True),
         ({"offload": "params+grads+optim"}, True, False),
         ({"notes": "master=fp32; opt=sgd"}, False, False),
+        ({"notes": "master=fp32; opt=adamw8bit"}, None, False),
         ({"peak_bf16_tflops": "100"}, True, None),
         ({"hbm_gbps": "500"}, True, None),
         ({"tp": "2", "shard_size": "4"}, None, False),
@@ -114,6 +115,52 @@ def test_a_change_has_its_effect(
         assert (after.step_s > before.step_s) is is_longer
     if is_larger is not None:
         assert (after.peak_nbytes > before.peak_nbytes) is is_larger
+
+
+MOE = "master=fp32; moe=experts=64,shared=2,top_k=6,moe_ffn=1408"
+DIVIDED = "grad_op_replicated_params"
+
+
+@pytest.mark.parametrize(
+    ("blank", "told"),
+    [
+        ({"ep": "4", "notes": MOE, "shard_size": ""}, {"shard_size": "8"}),
+        ({"sharding": "hybrid", "num_gpus": "64", "shard_size": ""}, {"shard_size": "8"}),
+        ({"system": "zero2", "sharding": "", "shard_size": ""}, {"sharding": DIVIDED}),
+        ({"system": "ddp", "sharding": "", "shard_size": ""}, {"shard_size": "1"}),
+    ],
+)
+def test_what_is_divided_is_usual_where_nobody_says(
+    blank: dict[str, str], told: dict[str, str]
+) -> None:
+    assert predict_row(ROW | blank) == predict_row(ROW | blank | told)
+
+
+def test_units_are_held_as_each_engine_holds_them() -> None:
+    # Llama 3 70B, frozen, few tokens: shards, units, and a layer's activations.
+    wide = {"num_layers": "80", "hidden": "8192", "num_heads": "64", "ffn_hidden": "28672"}
+    row = changed(**wide, seq_len="128", mem_kind="allocated", notes="train=lora", act_ckpt="full")
+    shards, layer, head = 2 * 70.55e9 / 8, 2 * 0.8557e9, 2 * 128256 * 8192
+    # FSDP2: the head, and the buffers from which a layer's and the head's parameters are copied.
+    fsdp2 = predict_row(row).peak_nbytes
+    assert fsdp2 == pytest.approx(shards + head + layer + head, rel=0.02)
+    # FSDP1: embedding, head, a layer, and the one before.
+    fsdp1 = predict_row(row | {"system": "fsdp1"}).peak_nbytes
+    assert fsdp1 == pytest.approx(shards + 2 * head + 2 * layer, rel=0.02)
+
+
+def test_zero2_divides_gradients() -> None:
+    row = changed(seq_len="128", mem_kind="allocated", sharding="", grad_accum="2")
+    whole, divided = (
+        predict_row(row | {"system": system}).peak_nbytes for system in ("zero1", "zero2")
+    )
+    assert whole - divided > 0.8 * 2 * 8.03e9
+
+
+def test_an_allocator_has_no_more_than_the_gpu() -> None:
+    found = predict_row(changed(micro_batch_per_gpu="2", gpu="A100-80GB-SXM"))
+    assert found.fits
+    assert found.peak_nbytes / GIB == pytest.approx(79.2 - 0.56, abs=0.01)
 
 
 def test_programs_of_a_later_time_hold_less() -> None:

@@ -46,22 +46,22 @@ class OptimizerPlan:
     """What an optimizer keeps, and takes while it steps, in bytes. The defaults are those of Adam, fused.
 
     nbytes_per_element: of state, for each element of this rank's shards that it trains: 12 for two moments and a copy
-        of the parameters in float32. None for two in the dtype of the shards.
+        of the parameters in float32; a fraction where others keep the rest. None for two in the dtype of the shards.
     nbytes_per_param: more, for each parameter: its count of steps.
     peak_per_element: of temporary memory while it steps, for each such element: 4 for ``foreach``.
     peak_of_largest: the same, for each element of the largest parameter: 8 where one is stepped after the other.
     """
 
-    nbytes_per_element: int | None = None
+    nbytes_per_element: float | None = None
     nbytes_per_param: int = 4
-    peak_per_element: int = 0
+    peak_per_element: float = 0
     peak_of_largest: int = 0
 
     def state_nbytes(self, unit: UnitPlan) -> int:
         """Return the bytes of a unit's state."""
         nbytes = 2 * unit.trained_nbytes
         if self.nbytes_per_element is not None:
-            nbytes = unit.trained_numel * self.nbytes_per_element
+            nbytes = round(unit.trained_numel * self.nbytes_per_element)
         return nbytes + unit.num_trained * self.nbytes_per_param
 
 
@@ -216,7 +216,8 @@ class _Step:
             trained = [self._units[number].plan for number in self._running]
             numel = sum(plan.trained_numel for plan in trained)
             largest = max(plan.largest_numel for plan in trained)
-            temporary = numel * optimizer.peak_per_element + largest * optimizer.peak_of_largest
+            temporary = round(numel * optimizer.peak_per_element)
+            temporary += largest * optimizer.peak_of_largest
             offloads = self._settings.sharding.offloads
             step = Action(
                 ActionKind.OPTIMIZER,

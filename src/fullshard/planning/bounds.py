@@ -135,7 +135,7 @@ def _nbytes(
             always += times * optimizer.state_nbytes(plan)
         if plan.trained_numel:
             gradients = sum(bucket.shard_nbytes for bucket in plan.buckets)
-            stepping += times * (gradients + plan.trained_numel * temporary)
+            stepping += times * (gradients + round(plan.trained_numel * temporary))
             sums += times * plan.sums_nbytes
         whole += times * plan.gathered_nbytes if reshards is False else 0
     runs = [workload.stretches[e.stretch] for e in workload.events if isinstance(e, Run)]

@@ -43,9 +43,9 @@ class Constants:
     power: float = 0.928
     network: float = 0.783
     contention: float = 0.4
-    reserved: float = 1.13
-    reserved_growing: float = 1.03
-    device: float = 1.35
+    reserved: float = 1.14
+    reserved_growing: float = 1.04
+    device: float = 1.36
 
 
 FITTED = Constants()

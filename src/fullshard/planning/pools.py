@@ -21,3 +21,10 @@ def pooled_nbytes(memory: StepMemory, aside: Collection[Holding]) -> int:
         for highest, level in zip(memory.highest, memory.levels, strict=True)
     )
     return max(of_compute, default=0) + sum(peaks)
+
+
+def sharing_nbytes(memory: StepMemory, holding: Holding, kept: float) -> int:
+    """Return the peak of a step that keeps a share of one use, and frees the rest at once."""
+    place = _ORDER[holding]
+    levels = zip(memory.highest, memory.levels, strict=True)
+    return max(round(highest - level[place] * (1 - kept)) for highest, level in levels)

@@ -16,15 +16,16 @@ import torch
 
 from fullshard.errors import FullshardError
 from fullshard.plan.actions import ActionKind, Holding
-from fullshard.plan.simulator import StepMemory
-from fullshard.plan.step import OptimizerPlan, StepSettings
+from fullshard.plan.simulator import StepMemory, follow_memory
+from fullshard.plan.step import OptimizerPlan, StepSettings, plan_step
 from fullshard.plan.unit_plan import Sharding
 from fullshard.plan.ways import NCCL
 from fullshard.plan.workload import Workload
 from fullshard.planning.costs import CONTEXT_NBYTES, FITTED, SPREAD, Constants, Costs, Manner
 from fullshard.planning.estimate import Estimate, estimate_step
 from fullshard.planning.machines import GPUS, Machine, MachineError, machine_named
-from fullshard.planning.pools import pooled_nbytes
+from fullshard.planning.offloading import offloaded
+from fullshard.planning.pools import pooled_nbytes, sharing_nbytes
 from fullshard.planning.setup import OPTIMIZERS, Optimizer
 from fullshard.planning.shapes import (
     CHUNKED_LOSS,
@@ -63,13 +64,17 @@ _SYSTEMS = (
     ),
     *("zero1", "zero2", "zero3", "ddp", "single"),
 )
-_REPLICATED = ("optim", "optim_hybrid", "grad_op_replicated_params", "none")
+_ZERO2 = "grad_op_replicated_params"
+_REPLICATED = ("optim", "optim_hybrid", _ZERO2, "none")
+_SHARDING_OF = {"zero1": "optim", "zero2": _ZERO2, "ddp": "none", "single": "none"}
 _STORED = ("fp32", "bf16", "fp16")
 _YES_NO = ("yes", "no")
 _COMPILED = ("simplefsdp", "jax_fsdp", "megatron_fsdp", "thunder_fsdp", "yafsdp")
 _SHARDED = ("full", "hybrid", "grad_op")
 # Programs of their time step with one kernel, and print what their allocator has.
 _NEWER = ("fsdp2", "simplefsdp")
+# PyTorch's own engines, whose tensors come and go in the order of the host.
+_EAGER_FSDP = ("fsdp1", "fsdp2")
 # No row says when a program ran, but a GPU says a time before which it did not. Programs for these compile the loss
 # where they compile the model, as torchtitan does since January 2025, and let their allocator's segments grow.
 _LATER = frozenset(
@@ -89,26 +94,26 @@ class PublishedRun(NamedTuple):
     """A row, translated: what runs on what, how.
 
     micro_batches: forwards and backwards a step. held_as: what its memory counts: "allocated" tensors, or a constant's
-    name, by which an allocator's pools are multiplied.
+    name, by which an allocator's pools are multiplied. gradient_owners: ranks over which gradients are divided, and
+    parameters are not.
     """
 
     shape: TransformerShape
     batch: MicroBatch
     settings: StepSettings
     machine: Machine
-    num_gpus: int
     micro_batches: int
     manner: Manner
-    pipeline: int
     held_as: str
     system: str
     offload: str = "none"
+    gradient_owners: int = 1
     assumed: tuple[str, ...] = ()
 
     @property
     def bubble(self) -> float:
         """Return by how much a pipeline's idle time makes a step longer, with micro-batches of one sequence."""
-        return 1 + (self.pipeline - 1) / self.batch.sequences
+        return 1 + (self.batch.parts.pipeline - 1) / self.batch.sequences
 
     def stride_of(self, kind: ActionKind) -> int:
         """Return the distance of neighbours among the ranks of a collective."""
@@ -190,8 +195,7 @@ def published_run(values: Mapping[str, str]) -> PublishedRun:
     row = _Row(values)
     _check_words(row)
     num_gpus = row.integer("num_gpus", 128, tells=True)
-    degrees = [row.integer(name, 1) for name in ("tp", "cp", "pp", "ep", "shard_size")]
-    parts = Parts(*degrees)
+    parts = Parts(*(row.integer(name, 1) for name in ("tp", "cp", "pp", "ep")))
     divided = parts.tensor * parts.pipeline
     if num_gpus % divided:
         raise UnsupportedRowError(
@@ -204,12 +208,15 @@ def published_run(values: Mapping[str, str]) -> PublishedRun:
         not row.text("compile") and row.text("system") in _COMPILED
     )
     master = _master(row)
+    ranks = num_gpus // divided
     # FlashAttention takes 16 bits alone. Where nobody says that parameters are, something casts around it.
     autocasts = is_flat and row.text("attention") == "flash" and not row.text("param_dtype")
     settings = dataclasses.replace(
-        _settings(row, num_gpus // divided, master, is_flat=is_flat),
+        _settings(row, ranks, master, is_flat=is_flat),
         num_microbatches=min(row.integer("grad_accum", 1), 2),
     )
+    owners = max(parts.expert, settings.sharding.shard_size)
+    parts = dataclasses.replace(parts, expert_owners=owners)
     batch = MicroBatch(
         sequences=row.integer("micro_batch_per_gpu", 1, tells=True),
         seq=row.integer("seq_len", 4096, tells=True),
@@ -230,17 +237,21 @@ def published_run(values: Mapping[str, str]) -> PublishedRun:
         batch=batch,
         settings=settings,
         machine=_machine(row),
-        num_gpus=num_gpus,
         micro_batches=row.integer("grad_accum", 1),
         manner=_manner(
             row, parts, settings.sharding.shard_size, is_fused=is_fused, is_flat=is_flat
         ),
-        pipeline=parts.pipeline,
         held_as=_held_as(row),
         system=row.text("system"),
         offload="none" if row.text("offload", "none") == "none" else "params",
+        gradient_owners=row.integer("shard_size", ranks) if _sharding(row) == _ZERO2 else 1,
         assumed=tuple(row.assumed),
     )
+
+
+def _sharding(row: _Row) -> str:
+    """Return what is divided: as the row says, or as its system does."""
+    return row.text("sharding") or _SHARDING_OF.get(row.text("system"), "full")
 
 
 def _optimizer(row: _Row) -> Optimizer:
@@ -272,7 +283,7 @@ def _master(row: _Row) -> torch.dtype:
     """Return the dtype of the stored parameters."""
     stored = row.notes.get("master", "fp32")[:4]
     # Without a shard of the parameters, their copy in float32 is a part of the optimizer's state.
-    owns_copy = row.text("sharding", "full") in _REPLICATED and row.text("sharding") != "none"
+    owns_copy = _sharding(row) in _REPLICATED and _sharding(row) != "none"
     return torch.float32 if stored == "fp32" and not owns_copy else torch.bfloat16
 
 
@@ -410,19 +421,23 @@ def _machine(row: _Row) -> Machine:
 
 
 def _settings(row: _Row, ranks: int, master: torch.dtype, *, is_flat: bool) -> StepSettings:
-    sharding = row.text("sharding", "full")
-    shard_size = row.integer("shard_size", ranks)
+    sharding, usual = _sharding(row), ranks
+    if "hybrid" in sharding:  # inside of a host
+        usual = math.gcd(ranks, max(1, row.integer("gpus_per_node", 8) // row.integer("tp", 1)))
+    shard_size = row.integer("shard_size", 1 if sharding == "none" else usual)
     if shard_size > ranks or ranks % shard_size:
         raise UnsupportedRowError(
             f"shard_size is {shard_size}, and there are {ranks} ranks to shard over"
         )
+    owners = 1
     if sharding not in _SHARDED:
         shard_size, owners = 1, shard_size
-    else:
-        owners = 1
     reduce_dtype = torch.float32 if row.text("reduce_dtype") == "fp32" else torch.bfloat16
     num_states = _optimizer(row).num_states
-    state = num_states * master.itemsize if owners == 1 else 4 + 4 * num_states
+    state_nbytes = 1 if "8bit" in row.notes.get("opt", "") else master.itemsize
+    state, temporary = num_states * state_nbytes, master.itemsize
+    if sharding not in (*_SHARDED, "none"):  # float32, as the gradient of what a rank steps
+        state, temporary = 4 + 4 * num_states, 4
     return StepSettings(
         sharding=Sharding(
             shard_size=shard_size,
@@ -433,10 +448,10 @@ def _settings(row: _Row, ranks: int, master: torch.dtype, *, is_flat: bool) -> S
         ),
         has_streams=True,
         reshard_after_forward=False if sharding == "grad_op" else None,
-        reduces_each=sharding in _SHARDED,
+        reduces_each=sharding in (*_SHARDED, _ZERO2),
         optimizer=OptimizerPlan(
-            nbytes_per_element=math.ceil(state / owners),
-            peak_per_element=0 if row.text("system") in _NEWER else master.itemsize,
+            nbytes_per_element=state / owners,
+            peak_per_element=0 if row.text("system") in (*_NEWER, "zero3") else temporary / owners,
         ),
     )
 
@@ -509,24 +524,42 @@ def _predict(run: PublishedRun, constants: Constants) -> Prediction:
     workload, estimate = estimate_run(run, constants)
     passes = (estimate.step_s - estimate.optimizer_s) / run.settings.num_microbatches
     step_s = (estimate.optimizer_s + passes * run.micro_batches) * run.bubble
-    more = _of_other_engines(run, estimate.memory)
-    tensors = estimate.memory.peak_nbytes + more
-    pooled = _pooled_nbytes(run, workload, estimate.memory) + more
-    peak = tensors
+    more = _of_other_engines(run, estimate.memory) + _gathered_nbytes(run, workload)
+    memory = _allocated(run, workload, estimate)
+    peak = tensors = memory.peak_nbytes + more
     if run.held_as != "allocated":
-        peak = pooled * getattr(constants, run.held_as)
+        pooled = _pooled_nbytes(run, memory if run.system == "fsdp2" else estimate.memory)
+        peak = (pooled + more) * getattr(constants, run.held_as)
         peak += CONTEXT_NBYTES if run.held_as == "device" else 0
+        # Before it fails, an allocator gives back what it only keeps.
+        peak = max(tensors, min(peak, run.machine.gpu.memory_nbytes - CONTEXT_NBYTES))
     tokens = run.batch.sequences * run.batch.seq * run.micro_batches
     sharing = run.batch.parts.tensor * run.batch.parts.pipeline * run.batch.parts.context
-    # Before it fails, an allocator gives back what it only keeps.
-    needed = tensors + _gathered_nbytes(run, workload) + CONTEXT_NBYTES
-    return Prediction(
-        peak_nbytes=peak,
-        needed_nbytes=needed,
-        step_s=step_s,
-        tokens_per_s=tokens / step_s / sharing,
-        fits=needed <= run.machine.gpu.memory_nbytes,
+    needed = tensors + CONTEXT_NBYTES
+    fits = needed <= run.machine.gpu.memory_nbytes
+    return Prediction(peak, needed, step_s, tokens / step_s / sharing, fits)
+
+
+def _allocated(run: PublishedRun, workload: Workload, estimate: Estimate) -> StepMemory:
+    """Return what tensors take where PyTorch's FSDP allocates and frees them, in the order of the host.
+
+    FSDP2 has one unit unsharded: another arrives in a buffer (`_gathered_nbytes`), and is copied when it is waited for.
+    FSDP1 has the one before as well in backward. What it frees the allocator counts as free, though the device may
+    still read it. Nothing of a reduction stays between steps. Source: torch.distributed.fsdp, CUDACachingAllocator.cpp.
+    """
+    if run.system not in _EAGER_FSDP:
+        return estimate.memory
+    settings = dataclasses.replace(
+        estimate.settings,
+        has_streams=False,
+        forward_prefetch=False,
+        backward_prefetch="pre" if run.system == "fsdp1" else None,
     )
+    step = plan_step(workload, settings)
+    if run.offload != "none":
+        step, _ = offloaded(step, [0.0] * len(step.actions), run.offload, run.machine.gpu)
+    resident = tuple(each for each in step.resident if each.holding is not Holding.COMMUNICATION)
+    return follow_memory(step._replace(resident=resident))
 
 
 def _resharding(settings: StepSettings, workload: Workload) -> StepSettings:
@@ -539,29 +572,37 @@ def _resharding(settings: StepSettings, workload: Workload) -> StepSettings:
 
 
 def _of_other_engines(run: PublishedRun, memory: StepMemory) -> float:
-    """Return bytes of tensors that ZeRO-3 of DeepSpeed has, and ours not.
+    """Return bytes of tensors that DeepSpeed has, and our engine not; negative for what it has not.
 
-    Shards in bfloat16 beside those in float32; a bucket of gradients; and parameters that are used again soon, so
-    stay gathered. The latter by its defaults: `reduce_bucket_size`, `stage3_max_reuse_distance`.
+    ZeRO-2: a part of the gradients. ZeRO-3: shards and their gradients in bfloat16, always, in place of gradients in
+    float32 that come and go; a bucket of gradients; and parameters that are used again soon, so stay gathered. By the
+    defaults of `reduce_bucket_size` and `stage3_max_reuse_distance`. Source: deepspeed/runtime/zero/stage3.py.
     """
+    if run.gradient_owners > 1:
+        part = sharing_nbytes(memory, Holding.GRADIENT_SHARDS, 1 / run.gradient_owners)
+        return part - memory.peak_nbytes
     if run.system != "zero3":
         return 0.0
-    num_params = run.shape.num_params
+    num_params = run.shape.num_params / (run.batch.parts.tensor * run.batch.parts.pipeline)
     gathered = max(0.0, 2 * min(num_params, 1e9) - memory.at_peak_of(Holding.UNSHARDED))
-    return 2 * num_params / run.settings.sharding.shard_size + 2 * 5e8 + gathered
+    more = 2 * 5e8 + gathered
+    if not run.batch.lora_rank and run.offload == "none":
+        more += 4 * num_params / run.settings.sharding.shard_size - memory.peak_nbytes
+        more += sharing_nbytes(memory, Holding.GRADIENT_SHARDS, 0.0)
+    return more
 
 
-def _pooled_nbytes(run: PublishedRun, workload: Workload, memory: StepMemory) -> float:
+def _pooled_nbytes(run: PublishedRun, memory: StepMemory) -> float:
     """Return the bytes of an allocator's pools, each at its peak, as PyTorch's engines fill them.
 
     Both reduce gradients on a stream, where the shards' stay. FSDP1 gathers into parameters on another, FSDP2 into
     buffers. Compiled ones have one stream.
     """
-    if run.settings.sharding.shard_size == 1 or run.system not in ("fsdp1", "fsdp2"):
+    if run.settings.sharding.shard_size == 1 or run.system not in _EAGER_FSDP:
         return memory.peak_nbytes
     aside = [Holding.GRADIENT_SHARDS]
     aside += [Holding.UNSHARDED] if run.settings.sharding.is_flat else []
-    return pooled_nbytes(memory, aside) + _gathered_nbytes(run, workload)
+    return pooled_nbytes(memory, aside)
 
 
 def _gathered_nbytes(run: PublishedRun, workload: Workload) -> float:

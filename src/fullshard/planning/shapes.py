@@ -348,13 +348,18 @@ def _visit(unit: int, stretch: int) -> list[Event]:
 
 
 def _held_experts(shape: TransformerShape, batch: MicroBatch, num_layers: int) -> int:
-    """Return what a rank keeps of experts that are divided by expert parallelism: weights, gradients, Adam's state."""
+    """Return what a rank keeps of experts that are divided by expert parallelism: weights, gradients, Adam's state.
+
+    Where more ranks own them than share their work, one layer's are whole for a while, with their gradients.
+    """
     if batch.parts.expert == 1 or shape.experts is None:
         return 0
     layer = shape.num_layers - 1
     numel = sum(m.rows * m.columns * m.num for m in _matrices(shape, layer) if m.num > 1)
     itemsize = batch.param_dtype.itemsize if not batch.lora_rank else 0.5
-    return round(num_layers * numel / batch.parts.expert_owners * 4 * itemsize)
+    is_whole = batch.parts.expert_owners > batch.parts.expert
+    gathered = 2 * 2 * numel / batch.parts.expert if is_whole else 0
+    return round(num_layers * numel / batch.parts.expert_owners * 4 * itemsize + gathered)
 
 
 def _param(name: str, rows: int, columns: int, batch: MicroBatch, *, trains: bool) -> ParamSpec:
@@ -569,6 +574,9 @@ def _elementwise(shape: TransformerShape, batch: MicroBatch, layer: int) -> tupl
     moved += heads * kernels.rotary_moved + inner * kernels.gate_moved
     kept = hidden * 2 * (kernels.norm_kept + 2) + 2 * heads + _attention_kept(shape, batch)
     kept += inner * (kernels.gate_kept + 2)
+    if batch.autocasts:  # each product casts its input and its weights, and keeps them
+        kept += 2 * tokens * shape.hidden * (0 if batch.lora_rank else 3)
+        kept += 2 * _numel(_matrices(shape, layer)) / tensor
     if batch.lora_rank:  # the inputs of adapters, dropped out, and where
         kept += 3 * sum(tokens * m.columns / tensor for m in _adapted(shape, layer))
     if shape.experts is not None and layer >= shape.experts.num_dense_layers:
@@ -614,6 +622,8 @@ def _head(shape: TransformerShape, batch: MicroBatch) -> Stretch:
         backward.append(_product(vocab, hidden, tokens, dtype="bfloat16", name="head"))
     loss = kernels.loss
     kept = round(logits * loss.kept)
+    if batch.autocasts:  # the product's input and weights, as in layers
+        kept += round(2 * inputs + 2 * vocab * hidden)
     return Stretch(
         forward=(norm, multiply, _memory(logits * kernels.loss_moved * 0.4, "loss", 4)),
         backward=tuple(backward),
