@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
 from fullshard.engine.module_state import state_of
-from fullshard.errors import StateError
+from fullshard.errors import MisuseError, StateError
 from tests.api import Api
 from tests.counting import calls_of
 from tests.harness import on_ranks, rank, world_size
@@ -323,6 +324,30 @@ def test_tie_that_no_unit_contains_trains_as_one_parameter(api: Api, reshards: b
         for each in (model, alone):
             each[0].others.append(each[1])  # which is no part of it
         _check_step(model[0], batch, gradients_alone(alone[0], batch))
+
+
+@pytest.mark.ours("the weight is untied without a word")
+@pytest.mark.parametrize("of", ["model", "unit", "plain"])
+@on_ranks(2)
+def test_tie_to_a_module_in_no_unit_is_refused_by_both_names(api: Api, of: str) -> None:
+    """In the first forward that is seen to have both; else where the other one's gradient or step would be lost."""
+    for shard in (
+        api.fully_shard,
+        partial(api.FullyShardedDataParallel, device_id=torch.device("cpu")),
+    ):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        model[2].weight = model[0].weight
+        model[2] = shard(model[2])
+        batch, optimizer = torch.randn(4, 8), torch.optim.SGD(model.parameters(), lr=0.1)
+        if of == "model":
+            with pytest.raises(StateError, match=r"2\.weight.* 0\.weight.*contains both"):
+                model(batch)
+            continue
+        with torch.no_grad():
+            model(batch)  # both have the same values
+        loss = {"unit": model[2], "plain": model[0]}[of](batch).sum()
+        with pytest.raises((StateError, MisuseError), match=r"weight of a Linear.*contains both"):
+            (loss.backward(), optimizer.step())
 
 
 def _calls_of_first_use(api: Api, num_units: int) -> int:
