@@ -259,6 +259,11 @@ class Hooks:
             output = method(module, *args, **kwargs)
         except BaseException:
             self._end_fake(num_faked)
+            iteration = self.state.known_iteration
+            root = None if iteration is None or iteration.root is None else iteration.root()
+            # Only of a call that is not inside another one, whose module may catch this and go on.
+            if iteration is not None and root is self and self._num_calls() == 1:
+                iteration.show_flat()
             raise
         output = self.after_forward(module, args, output)
         return output if self._loan is None else self._loan.end(module, args, output)
