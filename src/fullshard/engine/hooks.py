@@ -136,6 +136,7 @@ class Hooks:
                 module.register_load_state_dict_pre_hook(self._before_load),
                 module.register_load_state_dict_post_hook(self._after_load),
             ]
+        self._attach_loan()
 
     def detach(self) -> None:
         """Take the state and its hooks off the modules."""
@@ -169,9 +170,8 @@ class Hooks:
         iteration = state.iteration()
         if iteration is None:
             iteration = state.initialise()
-            if (
-                self._loan is not None
-            ):  # which this has made: from the next call on, it begins before this
+            # Which this has made: from the next call on, it begins before this.
+            if self._loan is not None:
                 args, kwargs = self._loan.begin(module, args, kwargs)
         if iteration.stage >= Stage.BACKWARD or current_graph_task_id() != -1:
             # First: a backward that raised leaves states in PRE_BACKWARD, as if this recomputed.
@@ -247,9 +247,9 @@ class Hooks:
 
         name: under which the program has called it.
         """
-        self.called = name
         if self._loan is not None:
             args, kwargs = self._loan.begin(module, args, kwargs)
+        self.called = name
         try:
             args, kwargs = self.before_forward(module, args, kwargs)
         finally:
@@ -286,8 +286,14 @@ class Hooks:
 
     def borrow(self, users: Iterable[nn.Module]) -> None:
         """Have what others own in some modules gathered, too, whenever these modules run."""
-        self._loan = loan = _Loan(self, users)
-        for module in () if self.state.is_wrapper else self.state.modules:
+        self._loan = _Loan(self, users)
+        self._attach_loan()
+
+    def _attach_loan(self) -> None:
+        loan = self._loan
+        if loan is None or self.state.is_wrapper:  # `run_as_forward` sees to it
+            return
+        for module in self.state.modules:
             self._handles += [
                 module.register_forward_pre_hook(loan.begin, prepend=True, with_kwargs=True),
                 module.register_forward_hook(loan.end),
@@ -437,9 +443,8 @@ class Hooks:
         Slow, but right after any exception too. A counter would miss a KeyboardInterrupt.
         """
         counted = [self, *self._lent_to]
-        modules = {
-            id(m) for each in counted if not each.state.is_wrapper for m in each.state.modules
-        }
+        states = [each.state for each in counted if not each.state.is_wrapper]
+        modules = {id(module) for state in states for module in state.modules}
         count = 0
         frame = sys._getframe().f_back
         while frame is not None:

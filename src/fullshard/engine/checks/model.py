@@ -1,4 +1,4 @@
-"""Checks of a model: its root's share, by what its units divide, what was registered after it was sharded."""
+"""Checks of a model: its root's share, by what its units divide, what is in no unit: tied to it, or registered later."""
 
 import gc
 import sys

@@ -58,10 +58,9 @@ def num_updates(holder: ShardHolder) -> int | None:
 def find_former(optimizer: Optimizer) -> str | None:
     """Say which parameters modules no longer use, so that a step changes nothing. Tells the others what counts steps."""
     steps = known(optimizer).steps
+    # By name. Stand-ins are unsharded parameters, freed at the next reshard.
     built_before: list[tuple[str, torch.Tensor]] = []
-    stand_ins: list[
-        tuple[str, torch.Tensor]
-    ] = []  # unsharded parameters, freed at the next reshard
+    stand_ins: list[tuple[str, torch.Tensor]] = []
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         manager = manager_of(parameter)
         if manager is not None and manager.replaces(parameter):
