@@ -333,7 +333,7 @@ _MOST_LINES = {
     "convert": 2110,
     "deferred": 570,
     "drop_in": 700,
-    "engine": 12123,
+    "engine": 12124,
     "faces": 1350,
     "fsdp1": 2365,
     "fsdp2": 1010,

@@ -263,7 +263,7 @@ class Hooks:
             root = None if iteration is None or iteration.root is None else iteration.root()
             # Only of a call that is not inside another one, whose module may catch this and go on.
             if iteration is not None and root is self and self._num_calls() == 1:
-                iteration.show_flat()
+                iteration.hide_flat()
             raise
         output = self.after_forward(module, args, output)
         return output if self._loan is None else self._loan.end(module, args, output)

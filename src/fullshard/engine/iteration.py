@@ -495,18 +495,19 @@ class Iteration:
             for unit in self.units:
                 unit.keep_privately()  # reads peers' shards, so before the fence
             self._stayed.note(self._unsharded)  # counts what is in private memory, so after that
-        self.show_flat()
-        if self._gathers:
-            self.fence("after forward")  # from here on peers may write to their shards
-        self._path.begin(StepPhase.LOSS if self._expects_backward else StepPhase.BETWEEN)
-
-    def show_flat(self) -> None:
-        """Register what is trained of flat units, for optimizers and `zero_grad`, after a forward or an exception in it."""
-        for unit in self._flat:
+        for unit in self._flat:  # optimizers and `zero_grad` must find what is trained
             if self._expects_backward:
                 unit.hide_between()
             elif not unit.is_held:
                 unit.hide_unsharded()
+        if self._gathers:
+            self.fence("after forward")  # from here on peers may write to their shards
+        self._path.begin(StepPhase.LOSS if self._expects_backward else StepPhase.BETWEEN)
+
+    def hide_flat(self) -> None:
+        """Let optimizers and `zero_grad` find what is trained of flat units, after an exception in forward."""
+        for unit in self._flat:
+            unit.hide_between()
 
     # Backward
 
