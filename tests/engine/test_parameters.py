@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
 from fullshard.engine.module_state import state_of
-from fullshard.errors import StateError
+from fullshard.errors import MisuseError, StateError
 from tests.api import Api
 from tests.counting import calls_of
 from tests.harness import on_ranks, rank, world_size
@@ -273,6 +274,81 @@ def test_tie_below_the_root_moves_no_higher_than_needed(api: Api) -> None:
     model[0].unshard()
     assert not isinstance(model[0].left.weight, DTensor)
     assert model[0].right.weight is model[0].left.weight
+
+
+class _Tower(nn.Module):
+    """Uses its first weight three times, last outside of the module that has it, and perhaps another tower."""
+
+    def __init__(self, weight: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(16, 16) for _ in range(3))
+        self.first.weight = weight = self.first.weight if weight is None else weight
+        self.last.weight = weight
+        self.others: list[nn.Module] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.last(self.middle(self.first(x).tanh()).tanh())
+        for other in self.others:
+            x = other(x)
+        return nn.functional.linear(x, self.first.weight)
+
+
+@pytest.mark.ours("the weight is untied without a word")
+@pytest.mark.parametrize("reshards", [None, True])
+@on_ranks(2)
+def test_tie_that_no_unit_contains_trains_as_one_parameter(api: Api, reshards: bool | None) -> None:
+    """Whichever tower owns the weight, runs first, alone, without gradients, or inside the other."""
+    for owner in (0, 1):
+        first = _Tower()
+        model, batch = nn.Sequential(first, _Tower(first.first.weight)), make_batch(16)
+        alone = copy.deepcopy(model)
+        for tower in (model[owner], model[1 - owner]):
+            for unit in (tower.first, tower):
+                api.fully_shard(unit, reshard_after_forward=reshards)
+        for begin in (lambda each: each[1], lambda each: each, lambda each: each[0]):
+            with torch.no_grad():
+                expected = my_part(begin(alone)(batch))
+                torch.testing.assert_close(begin(model)(my_part(batch)), expected)
+            for sharded in (model, alone):
+                sharded.zero_grad()
+            losses = [
+                begin(e)(b).square().mean() for e, b in ((model, my_part(batch)), (alone, batch))
+            ]
+            for loss in losses:
+                loss.backward()
+            assert_gradients_are_parts_of(
+                model, {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+            )
+        model(my_part(batch))
+        values = model.state_dict()  # while the owner may stay whole for a backward
+        assert all(isinstance(value, DTensor) for value in values.values())
+        for each in (model, alone):
+            each[0].others.append(each[1])  # which is no part of it
+        _check_step(model[0], batch, gradients_alone(alone[0], batch))
+
+
+@pytest.mark.ours("the weight is untied without a word")
+@pytest.mark.parametrize("of", ["model", "unit", "plain"])
+@on_ranks(2)
+def test_tie_to_a_module_in_no_unit_is_refused_by_both_names(api: Api, of: str) -> None:
+    """In the first forward that is seen to have both; else where the other one's gradient or step would be lost."""
+    for shard in (
+        api.fully_shard,
+        partial(api.FullyShardedDataParallel, device_id=torch.device("cpu")),
+    ):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        model[2].weight = model[0].weight
+        model[2] = shard(model[2])
+        batch, optimizer = torch.randn(4, 8), torch.optim.SGD(model.parameters(), lr=0.1)
+        if of == "model":
+            with pytest.raises(StateError, match=r"2\.weight.* 0\.weight.*contains both"):
+                model(batch)
+            continue
+        with torch.no_grad():
+            model(batch)  # both have the same values
+        loss = {"unit": model[2], "plain": model[0]}[of](batch).sum()
+        with pytest.raises((StateError, MisuseError), match=r"weight of a Linear.*contains both"):
+            (loss.backward(), optimizer.step())
 
 
 def _calls_of_first_use(api: Api, num_units: int) -> int:

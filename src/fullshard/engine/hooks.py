@@ -31,6 +31,8 @@ Special cases:
 - An output that is a view has a second 4, on the tensor that it is a view of.
 - After an exception, the next forward or backward resets what was left. Gradients that earlier
   micro-batches accumulated are kept if the exception came in forward.
+- A module that uses a parameter which a unit of another root owns has 1 and 3 of that unit around its own:
+  see `_Loan`.
 
 [Note: Joined units] A gather that needs all ranks has to come at the same place on all of them, also
 on those that do not run the unit. So the innermost module around it that every rank runs gathers it too:
@@ -59,7 +61,7 @@ from torch.utils.hooks import RemovableHandle
 from fullshard.engine.access import Registered, fake_form, is_running, refuse_while_used
 from fullshard.engine.guard.forbidden import refuse_compiled_backward
 from fullshard.engine.iteration import Iteration, Stage
-from fullshard.engine.module_state import HOOKS, ModuleState
+from fullshard.engine.module_state import HOOKS, ModuleState, outermost, owners_in
 from fullshard.engine.nodes import (
     follow_input,
     mark_after_backward,
@@ -114,6 +116,8 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         self._registered: list[Registered] = []  # of state dicts that are being made
         self._faked: list[Registered] = []  # of forwards under a `FakeTensorMode`
+        self._loan: _Loan | None = None
+        self._lent_to: weakref.WeakSet[Hooks] = weakref.WeakSet()
         self.attach()
 
     def attach(self) -> None:
@@ -132,6 +136,7 @@ class Hooks:
                 module.register_load_state_dict_pre_hook(self._before_load),
                 module.register_load_state_dict_post_hook(self._after_load),
             ]
+        self._attach_loan()
 
     def detach(self) -> None:
         """Take the state and its hooks off the modules."""
@@ -162,7 +167,12 @@ class Hooks:
             ):  # else all is fake that is done with them
                 self._begin_fake(module)
                 return cast_inputs(state.policy, args, kwargs)
-        iteration = state.iteration() or state.initialise()
+        iteration = state.iteration()
+        if iteration is None:
+            iteration = state.initialise()
+            # Which this has made: from the next call on, it begins before this.
+            if self._loan is not None:
+                args, kwargs = self._loan.begin(module, args, kwargs)
         if iteration.stage >= Stage.BACKWARD or current_graph_task_id() != -1:
             # First: a backward that raised leaves states in PRE_BACKWARD, as if this recomputed.
             state.forget_stale_backward(iteration)
@@ -176,7 +186,7 @@ class Hooks:
         has_begun = state.training_state is TrainingState.FORWARD and id(module) not in state.to_run
         # An exception ended the forward that has begun, or it still runs and this call is in it.
         # Only the stack tells, which is walked in this rare case alone.
-        if has_begun and self._num_calls(module) > 1:
+        if has_begun and self._num_calls() > 1:
             return self._begin_inner_call(args, kwargs)
         self._calls_itself = False
         if iteration.has_raised_in_forward(is_root=state.is_root):
@@ -237,6 +247,8 @@ class Hooks:
 
         name: under which the program has called it.
         """
+        if self._loan is not None:
+            args, kwargs = self._loan.begin(module, args, kwargs)
         self.called = name
         try:
             args, kwargs = self.before_forward(module, args, kwargs)
@@ -247,8 +259,14 @@ class Hooks:
             output = method(module, *args, **kwargs)
         except BaseException:
             self._end_fake(num_faked)
+            iteration = self.state.known_iteration
+            root = None if iteration is None or iteration.root is None else iteration.root()
+            # Only of a call that is not inside another one, whose module may catch this and go on.
+            if iteration is not None and root is self and self._num_calls() == 1:
+                iteration.hide_flat()
             raise
-        return self.after_forward(module, args, output)
+        output = self.after_forward(module, args, output)
+        return output if self._loan is None else self._loan.end(module, args, output)
 
     def wrap_method(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
         """Run ``method(module, ...)`` as a forward whenever ``module.name`` is called."""
@@ -263,6 +281,23 @@ class Hooks:
             return self.run_as_forward(this, method, args, kwargs, name=name)
 
         setattr(module, name, run)
+
+    # 1 and 3 of what owns some of these modules' parameters and has another root
+
+    def borrow(self, users: Iterable[nn.Module]) -> None:
+        """Have what others own in some modules gathered, too, whenever these modules run."""
+        self._loan = _Loan(self, users)
+        self._attach_loan()
+
+    def _attach_loan(self) -> None:
+        loan = self._loan
+        if loan is None or self.state.is_wrapper:  # `run_as_forward` sees to it
+            return
+        for module in self.state.modules:
+            self._handles += [
+                module.register_forward_pre_hook(loan.begin, prepend=True, with_kwargs=True),
+                module.register_forward_hook(loan.end),
+            ]
 
     # 1 and 3 under a `FakeTensorMode`: shapes are computed, by parameters without memory
 
@@ -320,7 +355,7 @@ class Hooks:
         if state.training_state is TrainingState.PRE_BACKWARD:
             return cast_outputs(policy, output)  # recomputation: unsharded until 6
         iteration = state.iteration() or state.initialise()
-        if self._calls_itself and self._num_calls(module) > 1:
+        if self._calls_itself and self._num_calls() > 1:
             return cast_outputs(policy, self._mark_outputs(output))
         is_root = iteration.root is not None and iteration.root() is self
         if state.to_run:
@@ -402,19 +437,22 @@ class Hooks:
             unit.wait_unshard()
         return cast_inputs(self.state.policy, args, kwargs)
 
-    def _num_calls(self, module: nn.Module) -> int:
-        """Count the calls of a module that are running on this thread, by walking the stack.
+    def _num_calls(self) -> int:
+        """Count the calls of these modules that are running on this thread, by walking the stack.
 
         Slow, but right after any exception too. A counter would miss a KeyboardInterrupt.
         """
+        counted = [self, *self._lent_to]
+        states = [each.state for each in counted if not each.state.is_wrapper]
+        modules = {id(module) for state in states for module in state.modules}
         count = 0
         frame = sys._getframe().f_back
         while frame is not None:
             code = frame.f_code
             if code is _CALLS_METHOD:
-                count += frame.f_locals["self"] is self and frame.f_locals["module"] is module
-            elif code is _CALLS_FORWARD and not self.state.is_wrapper:
-                count += frame.f_locals["self"] is module
+                count += frame.f_locals["self"] in counted
+            elif code is _CALLS_FORWARD:
+                count += id(frame.f_locals["self"]) in modules
             frame = frame.f_back
         return count
 
@@ -535,11 +573,13 @@ class Hooks:
         """Register the sharded parameters, each under its own name, until `end_saving`."""
         if self.state.is_wrapper and self._registered:  # of a state dict that an exception ended
             self.end_saving()
-        runs = is_running(self.state, if_unknown=True)
-        for unit in () if runs else self.state.units:
-            unit.settle()
-        # Else settling has registered them, but for those inside a flat parameter.
-        units = (unit for unit in self.state.units if runs or unit.params.flat is not None)
+        units: list[Unit] = []
+        for state in self._saved:
+            runs = is_running(state, if_unknown=True)
+            for unit in () if runs else state.units:
+                unit.settle()
+            # Else settling has registered them, but for those inside a flat parameter.
+            units += (unit for unit in state.units if runs or unit.params.flat is not None)
         self._registered.append(Registered(units))
 
     def end_saving(self, *_: Any) -> None:
@@ -548,14 +588,67 @@ class Hooks:
             self._registered.pop().undo()
 
     def _before_load(self, *_: Any) -> None:
-        for unit in self.state.units:
+        units = [unit for state in self._saved for unit in state.units]
+        for unit in units:
             refuse_while_used(unit, "load_state_dict")
-        for unit in self.state.units:
+        for unit in units:
             unit.settle()
             unit.finish_reading()  # loading is about to write to shards
 
     def _after_load(self, *_: Any) -> None:
-        self.state.follow_changes()  # ``assign=True`` replaces parameters
+        for state in self._saved:
+            state.follow_changes()  # ``assign=True`` replaces parameters
+
+    @property
+    def _saved(self) -> list[ModuleState]:
+        """The states whose units have parameters of these modules, also those of other roots."""
+        lenders = () if self._loan is None else self._loan.lenders()
+        return [self.state, *(lender.state for lender in lenders)]
+
+
+class _Loan:
+    """Lets forwards of a module count as forwards of those that own some of its parameters.
+
+    For a weight tied between two units that no unit contains, each of which has passes of its own:
+
+        encoder.forward     gather encoder; free it
+        decoder.forward     gather encoder, decoder; free both
+
+    To the encoder's root, it is as if its module ran twice.
+    """
+
+    def __init__(self, borrower: Hooks, users: Iterable[nn.Module]) -> None:
+        self._borrower = weakref.ref(borrower)
+        self._users = [weakref.ref(module) for module in users]  # in one order on all ranks
+
+    def lenders(self) -> list[Hooks]:
+        """Return the hooks of the owners; those that have yet to run get their root first, which may move parameters."""
+        borrower = self._borrower()
+        users = [module for reference in self._users if (module := reference()) is not None]
+        assert borrower is not None
+        for state in owners_in(users):
+            if state.known_iteration is None:
+                outermost(state).initialise()
+        own = borrower.state.known_iteration
+        others = (each for each in owners_in(users) if each.known_iteration is not own)
+        lenders: list[Hooks] = [state.hooks() for state in others]
+        for lender in lenders:
+            lender._lent_to.add(borrower)
+        return lenders
+
+    @eager
+    def begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for lender in self.lenders():
+            args, kwargs = lender.before_forward(module, args, kwargs)
+        return args, kwargs
+
+    @eager
+    def end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        for lender in self.lenders():
+            output = lender.after_forward(module, args, output)
+        return output
 
 
 # By their code, frames are recognised in which a module's forward runs, or a method that counts as

@@ -506,6 +506,11 @@ class Iteration:
             self.fence("after forward")  # from here on peers may write to their shards
         self._path.begin(StepPhase.LOSS if self._expects_backward else StepPhase.BETWEEN)
 
+    def hide_flat(self) -> None:
+        """Let optimizers and `zero_grad` find what is trained of flat units, after an exception in forward."""
+        for unit in self._flat:
+            unit.hide_between()
+
     # Backward
 
     def begin_backward(self, end: Any) -> None:

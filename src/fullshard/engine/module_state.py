@@ -18,7 +18,7 @@ from fullshard.engine.checks.model import Model, is_stray, registrations
 from fullshard.engine.iteration import NOT_WARM, Iteration, Stage
 from fullshard.engine.nodes import Mark
 from fullshard.engine.observer import on_root
-from fullshard.engine.params.managed import ManagedParameter
+from fullshard.engine.params.managed import ManagedParameter, units_in
 from fullshard.engine.restoring import naming_lack
 from fullshard.engine.runtime import passing_through
 from fullshard.engine.unit import Unit
@@ -237,6 +237,8 @@ class ModuleState:
             state.said = said
         is_manual = said.pop("manual_finalization", False)
         self._own_iteration.finalization.set_manual(enabled=is_manual, in_backward=False)
+        for state, users in users_of_others(root, named).items():
+            state.hooks().borrow(users)
         for tell in on_root:
             tell(self)
         return self._own_iteration
@@ -380,6 +382,20 @@ def states_in(modules: Iterable[nn.Module]) -> list[ModuleState]:
     return [*dict.fromkeys(state for each in modules if (state := state_of(each)) is not None)]
 
 
+def owners_in(modules: Iterable[nn.Module]) -> list[ModuleState]:
+    """Return the states whose units have parameters that are registered in modules themselves, once each."""
+    units: Iterable[Any] = units_in(modules)
+    return [*dict.fromkeys(owner for unit in units if (owner := unit.owner()) is not None)]
+
+
+def outermost(state: ModuleState) -> ModuleState:
+    """Return the state of the largest sharded module in this process that contains one of a state."""
+    inner = state.modules[0]
+    states = [*dict.fromkeys(owner for unit in _units if (owner := unit.owner()) is not None)]
+    around = [(each, m) for each in states for m in each.modules if inner in m.modules()]
+    return max(around, key=lambda found: len(list(found[1].modules())))[0]
+
+
 def flat_states() -> list[ModuleState]:
     """Return all states in this process whose units have their parameters in flat ones."""
     found = (unit.owner() for unit in _units if unit.params.is_flat)
@@ -443,6 +459,28 @@ def moves_of_ties(
             if common is not None:  # else they are below several roots, none of them this model
                 moves.append((param, unit, _on_mesh_of(unit, single[common], param)))
     return moves
+
+
+def users_of_others(
+    root: nn.Module, named: Mapping[str, ModuleState]
+) -> dict[ModuleState, list[nn.Module]]:
+    """Find modules of this model that have parameters of units of other roots, by the state that gathers those.
+
+    That is the one of the innermost module that contains all that use parameters of one owner.
+    """
+    own = set(named.values())
+    users: dict[ModuleState, dict[str, nn.Module]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        for owner in owners_in([module]):
+            if owner not in own:
+                users.setdefault(owner, {})[path] = module
+    single = {name: state for name, state in named.items() if len(state._modules) == 1}
+    found: dict[ModuleState, list[nn.Module]] = {}
+    for modules in users.values():
+        common = lowest_common_unit([*modules], single)
+        assert common is not None  # the root, at last
+        found.setdefault(single[common], []).extend(modules.values())
+    return found
 
 
 def _on_mesh_of(unit: Unit, state: ModuleState, param: ManagedParameter) -> Unit:

@@ -67,10 +67,10 @@ def explain_sharded_use(error: BaseException) -> str | None:
 
 
 def managed(module: nn.Module) -> Iterator[tuple[ManagedParameter, bool]]:
-    """Yield the module's own parameters that a unit manages, and whether it shows shards of them."""
-    for parameter in module._parameters.values():
+    """Yield the module's own parameters that a unit manages, and whether its attributes are shards of them."""
+    for name, parameter in module._parameters.items():
         if parameter is not None and (param := manager_of(parameter)) is not None:
-            yield param, parameter is param.sharded
+            yield param, module.__dict__.get(name, parameter) is param.sharded
 
 
 def frames_of(error: BaseException) -> Iterator[types.FrameType]:

@@ -54,6 +54,7 @@ class Check(NamedTuple):
 CHECKS = (
     Check("buffers on meta", When.HAS_MEMORY, meta.find_meta_buffers, refuse),
     Check("memory of to_empty()", When.HAS_MEMORY, meta.find_unwritten, refuse),
+    Check("ties to what is in no unit", When.HAS_MEMORY, model.find_ties_outside, refuse),
     Check("large root", When.IS_ROOT, model.find_large_root, logger.warning),
     Check("divisors", When.IS_ROOT, model.find_small_divisors, warn),
     Check("parameters added later", When.HAS_GROWN, model.find_strays, warn),

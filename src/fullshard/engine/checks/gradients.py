@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from fullshard.comm.outside_steps import gather_objects
+from fullshard.engine.checks.model import tie_outside
 from fullshard.engine.params.dtensor import DTensorParameter
 from fullshard.engine.params.managed import Watch
 from fullshard.engine.runtime import outside_transforms
@@ -52,9 +53,10 @@ def watch_direct_gradients(units: Sequence[Unit]) -> None:
                 param.sharded.register_hook(Watch(_warn, param.name, has_warned))
 
 
-def _refuse(name: str, _: torch.Tensor) -> None:
+def _refuse(name: str, original: torch.Tensor) -> None:
     raise MisuseError(
-        f"{name}: autograd has computed a gradient for the parameter as it was before it was sharded, which "
+        tie_outside([(name, original)])
+        or f"{name}: autograd has computed a gradient for the parameter as it was before it was sharded, which "
         "nothing trains. Something has kept it (a list, a closure, an attribute that is no parameter), or a "
         "forward from before sharding is differentiated. Read the parameter from its module each time it "
         "is used."

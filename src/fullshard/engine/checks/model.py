@@ -1,15 +1,18 @@
-"""Checks of a model: its root's share, by what its units divide, what was registered after it was sharded."""
+"""Checks of a model: its root's share, by what its units divide, what is in no unit: tied to it, or registered later."""
 
+import gc
+import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fullshard.engine.params.managed import Count, manager_of
+from fullshard.engine.params.managed import Count, manager_of, owner_of
 from fullshard.engine.unit import Unit
-from fullshard.plan.units import first_names
+from fullshard.plan.units import clean_name, first_names
 from fullshard.policies import ParamStyle
 from fullshard.process_hooks import MODULES, PARAMETERS, at_first_use
 
@@ -85,6 +88,55 @@ def find_small_divisors(model: Model) -> str | None:
         f"with expert parallel, its gradients are {num_ranks / own:g} times too large: call "
         f"set_gradient_divide_factor({num_ranks}) on its module. If not, set_gradient_divide_factor({own}) "
         "says so."
+    )
+
+
+def find_ties_outside(model: Model) -> str | None:
+    """Say which module around the root, in no unit, has a parameter that is sharded elsewhere.
+
+    What is around is known from the forwards that run. Without gradients values are alike, and nothing is said.
+    """
+    outermost, frame = None, sys._getframe() if torch.is_grad_enabled() else None
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            outermost = frame.f_locals["self"]
+        frame = frame.f_back
+    if outermost is None or outermost is model.root:
+        return None
+    paths = {id(module): [path] for path, module in outermost.named_modules()}
+    for path, module in outermost.named_modules():
+        for name, parameter in module._parameters.items():
+            owner = None if parameter is None else owner_of(parameter)
+            if owner is None or not parameter.requires_grad:
+                continue
+            is_outside = all(slot.registry is not module._parameters for slot in owner.slots)
+            # A DTensor says by itself that it is a part; the wrapper's parameters do not.
+            is_part = parameter is owner.sharded and not isinstance(parameter, DTensor)
+            if is_outside and (is_part or owner.replaces(parameter)):
+                names = owner.names_among(paths) or owner.names
+                return _tied(names[0], clean_name(f"{path}.{name}"))
+    return None
+
+
+def tie_outside(formers: Sequence[tuple[str, torch.Tensor]]) -> str | None:
+    """Say which module in no unit has a parameter as it was before it was sharded; None if none has.
+
+    formers: such parameters, with the names of what took their place. Searches all objects of the process, for an
+        error that is raised anyway.
+    """
+    names = {id(parameter): name for name, parameter in formers}
+    for each in gc.get_objects() if names else ():
+        if issubclass(type(each), nn.Module):
+            for own, registered in each.__dict__.get("_parameters", {}).items():
+                if id(registered) in names:
+                    return _tied(names[id(registered)], f"{own} of a {type(each).__name__}")
+    return None
+
+
+def _tied(name: str, other: str) -> str:
+    return (
+        f"{name} is sharded and was one parameter with {other}, which is in no unit: they would train apart. Call "
+        "fully_shard (or FullyShardedDataParallel) on a module that contains both, such as the model, or untie them."
     )
 
 

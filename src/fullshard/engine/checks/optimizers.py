@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fullshard.engine.checks.model import tie_outside
 from fullshard.engine.params.flat import FlatParameter
 from fullshard.engine.params.managed import (
     Count,
@@ -57,27 +58,29 @@ def num_updates(holder: ShardHolder) -> int | None:
 def find_former(optimizer: Optimizer) -> str | None:
     """Say which parameters modules no longer use, so that a step changes nothing. Tells the others what counts steps."""
     steps = known(optimizer).steps
-    built_before: list[str] = []
-    stand_ins: list[str] = []  # unsharded parameters, freed at the next reshard
+    # By name. Stand-ins are unsharded parameters, freed at the next reshard.
+    built_before: list[tuple[str, torch.Tensor]] = []
+    stand_ins: list[tuple[str, torch.Tensor]] = []
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         manager = manager_of(parameter)
         if manager is not None and manager.replaces(parameter):
             # Original and sharded parameters have an owner; unsharded ones only a manager.
             is_former = owner_of(parameter) is not None
-            (built_before if is_former else stand_ins).append(manager.name)
+            (built_before if is_former else stand_ins).append((manager.name, parameter))
         elif manager is not None and not any(each is steps for each in manager.holder.steps):
             manager.holder.steps.append(steps)
     if not (built_before or stand_ins):
         return None  # also in a process that has no group any more
     name = f"{type(optimizer).__name__} (rank {dist.get_rank()})"
+    names = first_names([name for name, _ in built_before or stand_ins])
     if built_before:
-        return (
-            f"{name} has {first_names(built_before)} as before sharding, or "
+        return tie_outside(built_before) or (
+            f"{name} has {names} as before sharding, or "
             "before a load replaced them: a step would change nothing that the model uses. Build "
             "the optimizer from model.parameters() after sharding and loading."
         )
     return (
-        f"{name} has {first_names(stand_ins)} as they are while unsharded, "
+        f"{name} has {names} as they are while unsharded, "
         "so its step would not reach the shards. It was built after a forward that keeps them "
         "unsharded, or after unshard(). Build it before, or call model.reshard() first."
     )
