@@ -416,8 +416,9 @@ def _machine(row: _Row) -> Machine:
         memory_rate=row.number("hbm_gbps", machine.gpu.memory_rate / 1e9) * 1e9,
     )
     per_host = row.integer("gpus_per_node", machine.gpu.per_host)
-    # GPUs of one link domain may sit in many hosts.
-    return dataclasses.replace(machine, gpu=gpu, per_host=max(per_host, gpu.per_host))
+    if gpu.per_host > _LARGEST_HOST:  # one link domain, whose GPUs sit in many hosts
+        per_host = max(per_host, gpu.per_host)
+    return dataclasses.replace(machine, gpu=gpu, per_host=per_host)
 
 
 def _settings(row: _Row, ranks: int, master: torch.dtype, *, is_flat: bool) -> StepSettings:
@@ -471,7 +472,7 @@ class Prediction:
     reason: str = ""
 
 
-_GIB = 1 << 30
+_GIB, _LARGEST_HOST = 1 << 30, 8
 
 
 def predict_row(values: Mapping[str, str], constants: Constants = FITTED) -> Prediction:
