@@ -170,8 +170,11 @@ def test_warmup_and_functions_decide_on_the_decay(api: Api) -> None:
     assert seen == [0, 1]
     assert by_function._averages["weight"][0].item() == 0.75
     assert warming._averages["weight"][0].item() == pytest.approx(1 - 0.1 * 2 / 11)
-    with pytest.raises(ShardingError, match="decay is 2"):
-        fullshard.EMA(model, 2)
+    for decay in (2, "0.9", None):
+        with pytest.raises(ShardingError, match="decay is"):
+            fullshard.EMA(model, decay)  # type: ignore[arg-type]
+    with pytest.raises(ShardingError, match=r"torch\.int32"):
+        fullshard.EMA(model, dtype=torch.int32)
 
 
 @ours
@@ -343,10 +346,20 @@ def test_nothing_is_loaded_where_averages_are_shown(api: Api, tmp_path: Path, wa
     fullshard.save_checkpoint(tmp_path / "a", model)
     fullshard.export_hf(model, tmp_path / "hf")
     ema = fullshard.EMA(model, decay=0.5)
+    optimizer = torch.optim.SGD(model.parameters())
+    other = torch.optim.SGD(nn.Linear(1, 1).parameters())
     with ema.applied():
         with pytest.raises(MisuseError, match=r"load_checkpoint is called inside EMA.applied"):
             fullshard.load_checkpoint(tmp_path / "a", model)
         with pytest.raises(MisuseError, match=r"load_hf is called inside EMA.applied"):
             fullshard.load_hf(model, tmp_path / "hf")
+        for each in (model, next(model.children())):
+            with pytest.raises(MisuseError, match="load_state_dict inside applied"):
+                each.load_state_dict({}, strict=False)
+        with pytest.raises(MisuseError, match="step of SGD inside applied"):
+            optimizer.step()
+        other.step()
     assert_equal(_state(model), before)
+    optimizer.step()
+    model.load_state_dict(model.state_dict())
     fullshard.load_checkpoint(tmp_path / "a", model)

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from fullshard.engine.checks.model import registrations
 from fullshard.engine.module_state import state_of
 from fullshard.engine.unit import Unit
-from fullshard.errors import ShardingError, StateError
+from fullshard.errors import MisuseError, ShardingError, StateError
 from fullshard.plan.boxes import Box, whole_box
 from fullshard.plan.units import first_names, without_compile
+from fullshard.process_hooks import BEFORE_STEP
 from fullshard.state.holdings import (
     HeldTensor,
     Holding,
@@ -167,12 +169,16 @@ class EMA:
         dtype: of averages of floating-point parameters; by default theirs, but at least float32.
             Memory: this rank's shards in this dtype.
 
-        Raises ShardingError for a decay outside of 0 to 1, StateError on the meta device.
+        Raises ShardingError for a decay outside of 0 to 1 and for averages that are no floating-point numbers, StateError
+        on the meta device.
         """
-        if not callable(decay) and not 0.0 <= decay <= 1.0:
+        is_number = isinstance(decay, int | float) and 0.0 <= decay <= 1.0
+        if not callable(decay) and not is_number:
             raise ShardingError(
                 f"EMA: decay is {decay!r}. Give a number from 0 to 1, or a function."
             )
+        if dtype is not None and not dtype.is_floating_point:
+            raise ShardingError(f"EMA: dtype is {dtype}. Give a floating-point one, or none.")
         self.decay, self.warmup = decay, warmup
         self.num_updates = 0
         self._dtype = dtype
@@ -210,10 +216,10 @@ class EMA:
     def applied(self) -> Iterator[None]:
         """Give the model the averages in the body, and its own values after it. Collective.
 
-        Whatever reads the model sees them: forwards, state dicts, `save_checkpoint`, `stream_weights`. An
-        optimizer's step inside is undone with them. Memory: a copy of this rank's shards.
+        Whatever reads the model sees them: forwards, state dicts, `save_checkpoint`, `stream_weights`. Memory: a
+        copy of this rank's shards.
 
-        Loading a checkpoint inside is a MisuseError.
+        Loading inside, and a step of the model's optimizer, is a MisuseError: it would be lost.
         """
         self._refuse_while_applied("applied()")
         self._follow_model(writes=_APPLIED)
@@ -224,7 +230,8 @@ class EMA:
         shows = [m for m in self._sources.model.modules() if m not in lent]
         lent.update(dict.fromkeys(shows, _APPLIED))
         try:
-            yield
+            with self._refusing_writes():
+                yield
         finally:
             self._is_applied = False
             for module in shows:
@@ -232,6 +239,27 @@ class EMA:
             with torch.no_grad():
                 self._sources.refresh(writes=_APPLIED)  # forwards may have left units unsharded
                 self._write(iter(kept))
+
+    @contextlib.contextmanager
+    def _refusing_writes(self) -> Iterator[None]:
+        """Refuse `load_state_dict` of the model or a part of it, and steps of its optimizers."""
+        model = self._sources.model
+        trained = set(map(id, model.parameters()))
+
+        def refuse_load(*_: Any) -> None:
+            raise _lost("load_state_dict")
+
+        def refuse_step(optimizer: Optimizer, *_: Any) -> None:
+            if any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
+                raise _lost(f"a step of {type(optimizer).__name__}")
+
+        handles = [m.register_load_state_dict_pre_hook(refuse_load) for m in model.modules()]
+        try:
+            with BEFORE_STEP.calling(refuse_step, "refuses steps while EMA.applied shows averages"):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """Return averages by name, and what else `load_state_dict` needs, for a checkpoint's ``extra``.
@@ -349,6 +377,13 @@ def _parts_of(value: Any, source: _ModelTensor) -> list[torch.Tensor]:
             f"{tuple(holding.shape)} in the model. Load the averages of this model."
         )
     return [whole[box.within(whole_box(holding.shape))] for box in source.boxes]
+
+
+def _lost(call: str) -> MisuseError:
+    return MisuseError(
+        f"EMA: {call} inside applied(), where the model has the averages: it would be lost at the end of "
+        "the block. Call it outside."
+    )
 
 
 def _in_chunks(
