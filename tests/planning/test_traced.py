@@ -582,15 +582,16 @@ def _nested() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
 
 
-# A model, its units, and whether any of them need no trace.
-LAYERS: dict[str, tuple[Callable[[], nn.Module], list[str], bool]] = {
-    "alike": (lambda: Stack([Wide() for _ in range(5)]), [], True),
-    "whose outputs are kept": (lambda: Remembering([Wide() for _ in range(5)]), [], False),
-    "with units inside": (lambda: Stack([_nested() for _ in range(5)]), [".1"], True),
-    "recomputed in turn": (lambda: InTurn([mlp(2, 8) for _ in range(8)]), [], False),
+# A model, which modules inside its layers are units too, and whether any of them need no trace.
+LAYERS: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
+    "alike": (lambda: Stack([Wide() for _ in range(5)]), "", True),
+    "whose outputs are kept": (lambda: Remembering([Wide() for _ in range(5)]), "", False),
+    "with units inside": (lambda: Stack([_nested() for _ in range(5)]), r"\d\.1", True),
+    "with a unit inside one": (lambda: Stack([_nested() for _ in range(6)]), r"4\.1", True),
+    "recomputed in turn": (lambda: InTurn([mlp(2, 8) for _ in range(8)]), "", False),
     "of two sizes in turn": (
         lambda: Stack([nn.Linear(8 + 8 * (n % 2), 16 - 8 * (n % 2)) for n in range(8)]),
-        [],
+        "",
         False,
     ),
 }
@@ -601,8 +602,8 @@ def test_layers_are_left_out_where_that_changes_nothing(name: str) -> None:
     make, inside, is_left_out = LAYERS[name]
     torch.manual_seed(0)
     model, example = make(), Example((torch.zeros(4, 8),))
-    layers = [path for path, _ in model.named_modules() if re.fullmatch(r"layers\.\d", path)]
-    units = [path + each for path in layers for each in ("", *inside)]
+    pattern = rf"layers\.(\d|{inside})"
+    units = [path for path, _ in model.named_modules() if re.fullmatch(pattern, path)]
     one, whole = (
         trace_workload(model, example, units=units, options=TraceOptions(reuses_equal=reuses))
         for reuses in (True, False)

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import types
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +27,15 @@ from fullshard.torch_private import pytree, saved_tensor_hooks
 
 
 def _kinds_of(units: Mapping[str, nn.Module]) -> list[int]:
-    """Number units: those that compute the same have the number of the first of them.
+    """Number units: those that compute the same, with units in the same places inside, have the number of the first.
 
     Their places in a list may be among their options: a layer's index.
     """
     seen: list[tuple[Any, list[tuple[str, Any]]]] = []
+    modules = {*units.values()}
     for path, module in units.items():
         last = path.rpartition(".")[2]
-        seen.append((int(last) if last.isdecimal() else None, _traits(module)))
+        seen.append((int(last) if last.isdecimal() else None, _traits(module, modules)))
 
     def is_like(one: int, other: int) -> bool:
         (place, traits), (its_place, its_traits) = seen[one], seen[other]
@@ -51,12 +52,12 @@ def _kinds_of(units: Mapping[str, nn.Module]) -> list[int]:
     return kinds
 
 
-def _traits(unit: nn.Module) -> list[tuple[str, Any]]:
-    """Return classes, tensors and options of all modules inside, by name."""
+def _traits(unit: nn.Module, units: Collection[nn.Module]) -> list[tuple[str, Any]]:
+    """Return classes, tensors and options of all modules inside, and which of them are units, by name."""
     traits: list[tuple[str, Any]] = []
     for path, module in unit.named_modules():
         tensors = (*module._parameters.items(), *module._buffers.items())
-        traits.append((path, type(module)))
+        traits.append((path, (type(module), module in units)))
         traits += [(name, _form(each)) for name, each in tensors if each is not None]
         traits += [(n, _comparable(v)) for n, v in vars(module).items() if n not in _ASIDE]
     return traits
