@@ -155,6 +155,9 @@ from fullshard.comm import shared_memory
 shared_memory._SPIN_S = shared_memory._YIELD_S = 0.0
 """
 
+# triton, which torch's compiler imports where it is installed, reports at the end of a process what was not freed.
+_WITHOUT_TRITON = "import sys; sys.modules['triton'] = None"
+
 # What is imported is frozen: a fork that ends would look through all of it for garbage, for some 3 s.
 _SERVER = """
 import gc, json, os, sys
@@ -194,8 +197,9 @@ class _Forks:
     """
 
     def __init__(self, imported: Sequence[str], *options: str, before: str = "") -> None:
+        code = "\n".join((_WITHOUT_TRITON, f"import {', '.join(imported)}", before, _SERVER))
         self._process = subprocess.Popen(
-            [sys.executable, *options, "-c", f"import {', '.join(imported)}\n{before}\n{_SERVER}"],
+            [sys.executable, *options, "-c", code],
             env={k: v for k, v in os.environ.items() if k != "FORCE_COLOR"} | {"COLUMNS": "100"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
