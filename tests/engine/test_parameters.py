@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from functools import partial
 
@@ -305,6 +306,15 @@ def test_tie_that_no_unit_contains_trains_as_one_parameter(api: Api, reshards: b
         for tower in (model[owner], model[1 - owner]):
             for unit in (tower.first, tower):
                 api.fully_shard(unit, reshard_after_forward=reshards)
+        if reshards:
+            model = copy.deepcopy(model)
+        for _ in range(2):
+            model[1 - owner].unshard()
+            assert not isinstance(model[1 - owner].last.weight, DTensor)
+            model[1 - owner].reshard()
+            assert isinstance(model[1 - owner].last.weight, DTensor)
+            with torch.no_grad():
+                model(my_part(batch))
         for begin in (lambda each: each[1], lambda each: each, lambda each: each[0]):
             with torch.no_grad():
                 expected = my_part(begin(alone)(batch))
@@ -325,6 +335,34 @@ def test_tie_that_no_unit_contains_trains_as_one_parameter(api: Api, reshards: b
         for each in (model, alone):
             each[0].others.append(each[1])  # which is no part of it
         _check_step(model[0], batch, gradients_alone(alone[0], batch))
+        for each in (model, alone):
+            each[0].others.clear()
+        model[1].last.weight = new = nn.Parameter(torch.randn(16, 16) / 4)
+        for module in (alone[0].first, alone[0].last, alone[1].first, alone[1].last):
+            module.weight = new
+        user, without = model[1 - owner], alone[1 - owner]
+        del model, unit, tower, values, each, begin, sharded, loss, losses
+        gc.collect()
+        with pytest.warns(UserWarning, match="weight of Linear was replaced.*untie them before"):
+            user(my_part(batch))
+        for each in (user, without):
+            each.zero_grad()
+        _check_step(user, batch, gradients_alone(without, batch))
+
+
+@pytest.mark.ours("the weight is untied without a word")
+@on_ranks(2)
+def test_tie_between_units_of_two_dtypes_is_refused_by_both_names(api: Api) -> None:
+    first = _Tower()
+    other = _Tower(first.first.weight)
+    api.fully_shard(first)
+    api.fully_shard(other, mp_policy=api.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    for _ in range(2):
+        first(torch.ones(2, 16))
+        with pytest.raises(
+            StateError, match=r"first\.weight and first\.weight of .*Tower.*bfloat16.*float32"
+        ):
+            other(torch.ones(2, 16))
 
 
 @pytest.mark.ours("the weight is untied without a word")

@@ -5,13 +5,14 @@ flight belong to an iteration, which the copy would have to share.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 from torch import nn
 
 from fullshard.engine.adoption import make_unit, use_comm
 from fullshard.engine.hooks import Hooks, hooks_of
-from fullshard.engine.params.managed import Slot, owner_of
+from fullshard.engine.params.managed import ManagedParameter, Slot, owner_of
 from fullshard.engine.params.unit_params import UnitParams
 from fullshard.engine.unit import Unit, choose_comms
 from fullshard.errors import MisuseError
@@ -34,8 +35,12 @@ def copy_sharded(
             f"{type(module).__name__} was sharded together with modules outside it, so it cannot "
             "be deep-copied alone. Copy a module that contains them all."
         )
+    modules = {each: None for each in modules if id(each) not in memo}
     all_hooks = {hooks: None for each in modules if (hooks := hooks_of(each)) is not None}
-    _check(module, modules, all_hooks)
+    for outside in {m for hooks in all_hooks for m in hooks.state.owners} - modules.keys():
+        if memo:  # so what is copied is around both, most likely
+            deepcopy(outside, memo)
+    _check(module, modules, all_hooks, memo)
     # State and classes are off while plain modules are copied: deepcopy would copy units and
     # process groups as well, and `__deepcopy__` of the classes leads back here.
     classes: dict[nn.Module, Any] = {
@@ -55,9 +60,11 @@ def copy_sharded(
             each.__class__ = sharded
     # Units only now, when `memo` knows every module: a tied parameter is registered on several.
     new: dict[Hooks, Hooks] = {}
+    own: set[ManagedParameter] = set()
     for hooks in all_hooks:
         copies = [memo[id(each)] for each in hooks.state.modules]
         new[hooks] = Hooks(copies, [_copy_unit(unit, memo) for unit in hooks.state.all_units])
+        own.update(param for unit in new[hooks].state.all_units for param in unit.params)
         for original, copy in zip(hooks.state.modules, copies, strict=True):
             copy.__class__ = classes[original]
         for reference, name, method in hooks.methods:
@@ -65,9 +72,15 @@ def copy_sharded(
                 new[hooks].wrap_method(memo[id(wrapped)], name, method)
         for ignored, names in hooks.state.ignored_names.items():
             new[hooks].state.ignored_names[memo[id(ignored)]] = set(names)
+        owners = (memo.get(id(owner)) for owner in hooks.state.owners)
+        new[hooks].state.owners = [owner for owner in owners if owner is not None]
         new[hooks].state.ignored.update(
             memo[id(own)] for own in hooks.state.ignored if id(own) in memo
         )
+    for slot in [Slot(memo[id(m)], name) for m in modules for name in memo[id(m)]._parameters]:
+        copied_earlier = None if slot.current is None else owner_of(slot.current)
+        if copied_earlier is not None and copied_earlier not in own:
+            copied_earlier.add_slot(slot)
     for hooks, other in new.items():  # once all copies exist, since they refer to one another
         other.forward_prefetch = [new.get(s, s) for s in hooks.forward_prefetch]
         other.backward_prefetch = [new.get(s, s) for s in hooks.backward_prefetch]
@@ -88,8 +101,13 @@ def _sharded_together(module: nn.Module) -> dict[nn.Module, None]:
     return found
 
 
-def _check(module: nn.Module, modules: dict[nn.Module, None], all_hooks: dict[Hooks, None]) -> None:
-    """Raise MisuseError unless the modules can be copied alone; let their units come to rest."""
+def _check(
+    module: nn.Module,
+    modules: dict[nn.Module, None],
+    all_hooks: dict[Hooks, None],
+    memo: dict[int, Any],
+) -> None:
+    """Raise MisuseError unless the modules can be copied without others that are not; let their units come to rest."""
     name = type(module).__name__
     for hooks in all_hooks:
         iteration = hooks.state.known_iteration
@@ -102,7 +120,7 @@ def _check(module: nn.Module, modules: dict[nn.Module, None], all_hooks: dict[Ho
     managed = {param for unit in units for param in unit.params}
     for parameter in [own for each in modules for own in each.parameters(recurse=False)]:
         owner = owner_of(parameter)
-        if owner is not None and owner not in managed:
+        if owner is not None and owner not in managed and id(owner.sharded) not in memo:
             raise MisuseError(
                 f"{name} uses the parameter {owner.name}, which a module outside it manages. Copy "
                 "the module that contains both."

@@ -574,7 +574,7 @@ class Hooks:
         if self.state.is_wrapper and self._registered:  # of a state dict that an exception ended
             self.end_saving()
         units: list[Unit] = []
-        for state in self._saved:
+        for state in self.states:
             runs = is_running(state, if_unknown=True)
             for unit in () if runs else state.units:
                 unit.settle()
@@ -588,7 +588,7 @@ class Hooks:
             self._registered.pop().undo()
 
     def _before_load(self, *_: Any) -> None:
-        units = [unit for state in self._saved for unit in state.units]
+        units = [unit for state in self.states for unit in state.units]
         for unit in units:
             refuse_while_used(unit, "load_state_dict")
         for unit in units:
@@ -596,13 +596,15 @@ class Hooks:
             unit.finish_reading()  # loading is about to write to shards
 
     def _after_load(self, *_: Any) -> None:
-        for state in self._saved:
+        for state in self.states:
             state.follow_changes()  # ``assign=True`` replaces parameters
 
     @property
-    def _saved(self) -> list[ModuleState]:
+    def states(self) -> list[ModuleState]:
         """The states whose units have parameters of these modules, also those of other roots."""
-        lenders = () if self._loan is None else self._loan.lenders()
+        lenders = [] if self._loan is None else self._loan.lenders()
+        if self.state.known_iteration is None:  # which decides who owns what is shared
+            lenders = [each for m in self.state.owners if (each := hooks_of(m)) is not None]
         return [self.state, *(lender.state for lender in lenders)]
 
 
@@ -634,6 +636,7 @@ class _Loan:
         lenders: list[Hooks] = [state.hooks() for state in others]
         for lender in lenders:
             lender._lent_to.add(borrower)
+        borrower.state.owners = [module for each in lenders for module in each.state.modules]
         return lenders
 
     @eager

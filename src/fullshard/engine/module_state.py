@@ -18,7 +18,7 @@ from fullshard.engine.checks.model import Model, is_stray, registrations
 from fullshard.engine.iteration import NOT_WARM, Iteration, Stage
 from fullshard.engine.nodes import Mark
 from fullshard.engine.observer import on_root
-from fullshard.engine.params.managed import ManagedParameter, units_in
+from fullshard.engine.params.managed import ManagedParameter, manager_of, units_in
 from fullshard.engine.restoring import naming_lack
 from fullshard.engine.runtime import passing_through
 from fullshard.engine.unit import Unit
@@ -75,6 +75,8 @@ class ModuleState:
             unit.owner = weakref.ref(self)
             _units[unit] = None
         self._modules = [weakref.ref(module) for module in modules]
+        # But these: modules outside of these that own some of their parameters. It is a cycle where both own some.
+        self.owners: list[nn.Module] = []
         self._own_iteration: Iteration | None = None  # of a root, which owns it
         self.is_root = False
         self._root: weakref.ref[ModuleState] | None = None
@@ -202,6 +204,7 @@ class ModuleState:
             unit.params.rename(paths)
         # Before `adopt`, since a unit's layout changes with its parameters.
         move_parameters(moves_of_ties(root, named))
+        borrowers = users_of_others(root, named)
         for state in self._states:
             state.units = [unit for unit in state.all_units if unit.params]
         units = [unit for state in self._states for unit in state.units]
@@ -237,7 +240,7 @@ class ModuleState:
             state.said = said
         is_manual = said.pop("manual_finalization", False)
         self._own_iteration.finalization.set_manual(enabled=is_manual, in_backward=False)
-        for state, users in users_of_others(root, named).items():
+        for state, users in borrowers.items():
             state.hooks().borrow(users)
         for tell in on_root:
             tell(self)
@@ -466,13 +469,17 @@ def users_of_others(
 ) -> dict[ModuleState, list[nn.Module]]:
     """Find modules of this model that have parameters of units of other roots, by the state that gathers those.
 
-    That is the one of the innermost module that contains all that use parameters of one owner.
+    That is the one of the innermost module that contains all that use parameters of one owner. Raises StateError where one
+    is computed with in another dtype than its owner's.
     """
     own = set(named.values())
     users: dict[ModuleState, dict[str, nn.Module]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         for owner in owners_in([module]):
             if owner not in own:
+                around = lowest_common_unit([path], named)
+                assert around is not None
+                _refuse_two_dtypes(path, module, named[around], owner)
                 users.setdefault(owner, {})[path] = module
     single = {name: state for name, state in named.items() if len(state._modules) == 1}
     found: dict[ModuleState, list[nn.Module]] = {}
@@ -481,6 +488,20 @@ def users_of_others(
         assert common is not None  # the root, at last
         found.setdefault(single[common], []).extend(modules.values())
     return found
+
+
+def _refuse_two_dtypes(path: str, module: nn.Module, user: ModuleState, owner: ModuleState) -> None:
+    """Raise StateError if a module has a parameter of the owner's, and the two compute in different dtypes."""
+    for name, form in module._parameters.items():
+        manager = None if form is None else manager_of(form)
+        if manager is None or manager.unit() not in owner.units:
+            continue
+        own, its = (manager.spec(each.policy).compute_dtype for each in (user, owner))
+        if own != its:
+            raise StateError(
+                f"{path}.{name} and {manager.name} of {type(owner.modules[0]).__name__} are one tied parameter, but their "
+                f"units compute in {own} and {its}. Give both one MixedPrecisionPolicy, or untie it before sharding."
+            )
 
 
 def _on_mesh_of(unit: Unit, state: ModuleState, param: ManagedParameter) -> Unit:

@@ -71,15 +71,19 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
         """Gather this module's parameters, but not those of sharded modules inside it.
 
+        With them those that a module of another root shares with it.
+
         Every rank has to call it. Values written to the unsharded parameters do not reach the
         shards.
         async_op: return a handle to wait on, instead of waiting and returning None.
         """
-        return unshard(_state(self).units, async_op=async_op)
+        units = [unit for state in _hooks(self).states for unit in state.units]
+        return unshard(units, async_op=async_op)
 
     def reshard(self) -> None:
-        """Free this module's unsharded parameters."""
-        for unit in _state(self).units:
+        """Free this module's unsharded parameters, and what `unshard` has gathered with them."""
+        own, *others = _hooks(self).states
+        for unit in [*own.units, *(unit for each in others for unit in each.units if unit.is_held)]:
             unit.settle()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:

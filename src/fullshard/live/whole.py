@@ -120,7 +120,7 @@ def _units(module: nn.Module) -> list[Unit]:
             if manager is not None and id(manager.unit()) not in own:
                 raise UnsupportedError(
                     f"full_parameters: {path + '.' if path else ''}{name} of {type(module).__name__} is "
-                    f"{manager.name} of a unit that contains more than this module. Call it with the module "
-                    "that was sharded, or with the whole model."
+                    f"{manager.name} of a unit that contains more than this module. Call it with a module "
+                    "that contains all of these, such as the whole model."
                 )
     return units

@@ -228,6 +228,12 @@ class ManagedParameter(ShardHolder, abc.ABC):
         """Its first name, for messages."""
         return self.names[0] if self.names else self.slots[0].name
 
+    def _places(self) -> list[str]:
+        """Return its places, for messages: by its names, or by the modules' classes if some are of another root."""
+        if len(self.names) == len(self.slots):
+            return self.names
+        return [f"{slot.name} of {type(slot.module()).__name__}" for slot in self.slots]
+
     def names_among(self, paths: Mapping[int, Sequence[str]]) -> list[str]:
         """Return its names, one per use, by the paths of modules below the root, by `id`."""
         uses = [(slot, paths.get(id(slot.module()), ())) for slot in self.slots]
@@ -528,9 +534,15 @@ class ManagedParameter(ShardHolder, abc.ABC):
                 "(under torch.no_grad(), a.copy_(b))."
             )
         if len(others) < len(currents):
-            which = zip(self.names, currents, strict=True)
-            replaced = [name for name, current in which if self._is_other(current)]
-            left = [name for name in self.names if name not in replaced]
+            places = self._places()
+            replaced, left = (
+                [
+                    place
+                    for place, each in zip(places, currents, strict=True)
+                    if self._is_other(each) is other
+                ]
+                for other in (True, False)
+            )
             warnings.warn(
                 f"{', '.join(replaced)} was replaced, and {', '.join(left)}, which shares its weight, was "
                 "not. One parameter was sharded for both, so both have the new one now. To have two, "
