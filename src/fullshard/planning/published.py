@@ -9,7 +9,7 @@ import csv
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -668,18 +668,21 @@ class RunsSummary:
         return "\n".join(lines)
 
 
-def predict_runs(source: Path, out: Path) -> RunsSummary:
+def predict_runs(
+    source: Path, out: Path, progress: Callable[[int, int], None] = lambda *_: None
+) -> RunsSummary:
     """Predict every row of a table of runs, and write a table of `COLUMNS`.
 
     id: that of the row, or its number from 1. low_s, high_s: nine of ten steps are between them. fits: "yes" or "no". A row that cannot be predicted has
-    its reason and nothing else. Raises RunsError for a file that is none or cannot be written.
+    its reason and nothing else. progress: told which row of how many is next. Raises RunsError for a file that is none or cannot be written.
     """
     written, unsupported, num_fitting = [], {}, 0
     rows = read_rows(source)
     if out.exists() and out.samefile(source):
         raise RunsError(f"{out}: is the table that is read. Give another file to write.")
-    for number, row in enumerate(rows):
-        name = row.get("id") or str(number + 1)
+    for number, row in enumerate(rows, 1):
+        name = row.get("id") or str(number)
+        progress(number, len(rows))
         try:
             found = predict_row(row)
         except (UnsupportedRowError, ShapeError) as error:
