@@ -673,8 +673,9 @@ def predict_runs(
 ) -> RunsSummary:
     """Predict every row of a table of runs, and write a table of `COLUMNS`.
 
-    id: that of the row, or its number from 1. low_s, high_s: nine of ten steps are between them. fits: "yes" or "no". A row that cannot be predicted has
-    its reason and nothing else. progress: told which row of how many is next. Raises RunsError for a file that is none or cannot be written.
+    id: that of the row, or its number from 1. low_s, high_s: nine of ten steps are between them. fits: "yes" or "no".
+    A row that cannot be predicted has its reason and nothing else. progress: told which row of how many is next.
+    Raises RunsError for a file that is none or cannot be written.
     """
     written, unsupported, num_fitting = [], {}, 0
     rows = read_rows(source)
