@@ -122,10 +122,8 @@ def _check_budget(budget: int, units: Sequence[Keepable]) -> None:
         raise ShardingError(
             f"{budget} bytes to keep units unsharded: expected a number of bytes, 0 or more."
         )
-    if not units:
-        return
-    least = min(units, key=lambda unit: unit.nbytes)
-    if 0 < budget < least.nbytes:
+    least = min(units, key=lambda unit: unit.nbytes, default=None)
+    if least is not None and 0 < budget < least.nbytes:
         raise ShardingError(
             f"{budget} bytes to keep units unsharded hold none of them. The smallest, {least.name or 'the root'}, takes "
             f"{least.nbytes} bytes, and all {len(units)} that gather again in backward {sum(u.nbytes for u in units)}."

@@ -9,7 +9,7 @@ import csv
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -122,9 +122,7 @@ class PublishedRun(NamedTuple):
 def read_rows(path: Path) -> list[dict[str, str]]:
     """Return the rows of a CSV file. Raises RunsError for a file without the columns of such a table."""
     try:
-        with path.open(
-            newline="", encoding="utf-8-sig"
-        ) as file:  # with a mark, as spreadsheets write it
+        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a mark
             reader = csv.DictReader(file)
             columns, rows = reader.fieldnames or (), list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -368,7 +366,9 @@ def _kernels(row: _Row, shape: TransformerShape, *, is_fused: bool, autocasts: b
 
 def _shape(row: _Row) -> TransformerShape:
     experts = None
-    moe = dict(each for each in _assignments(row.notes.get("moe", "")) if each not in _NO_EXPERTS)
+    of_moe = (part.split("=", 1) for part in row.notes.get("moe", "").split(",") if "=" in part)
+    moe = {key.strip(): value.strip() for key, value in of_moe}
+    moe = {key: value for key, value in moe.items() if (key, value) not in _NO_EXPERTS}
     if "moe" in row.notes and "experts" not in moe:
         raise UnsupportedRowError("the shape of its layers is not given")
     if not row.text("hidden"):
@@ -410,13 +410,6 @@ def _shape(row: _Row) -> TransformerShape:
     # Where three matrices make the number of parameters that is given, and two do not, there are three.
     is_gated = abs(gated.num_params / params - 1) < 0.02 < abs(shape.num_params / params - 1)
     return gated if is_gated else shape
-
-
-def _assignments(text: str) -> Iterator[tuple[str, str]]:
-    for part in text.split(","):
-        key, sign, value = part.partition("=")
-        if sign:
-            yield key.strip(), value.strip()
 
 
 def _usual_shape(params: float) -> TransformerShape:

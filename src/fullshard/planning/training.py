@@ -311,25 +311,18 @@ def _suggestions(
         say(other.text)
         try:
             made = planned(subject, other.setup)
-        except (
-            TraceError,
-            CostError,
-        ):  # such as a model without units to recompute, or what a machine was not measured for
+        except (TraceError, CostError):  # such as of a model without units to recompute
             continue
         more = other.setup.batch * other.setup.accumulation / tokens
         saved_s = plan.time.step_s - made.time.step_s / more
         saved_nbytes = plan.memory.total_nbytes - made.memory.total_nbytes
         found.append((made.memory.fits, Suggestion(other.text, saved_s, saved_nbytes)))
-    if plan.memory.fits:
-        least = _LEAST_SAVED * plan.time.step_s
-        useful = [each for fits, each in found if fits and each.saved_s > least]
-        useful.sort(key=lambda each: -each.saved_s)
-    else:
-        useful = [each for fits, each in found if fits]
-        useful.sort(key=lambda each: -each.saved_s)
-        if not useful:
-            useful = [each for _, each in found if each.saved_nbytes > 0]
-            useful.sort(key=lambda each: -each.saved_nbytes)
+    least = _LEAST_SAVED * plan.time.step_s if plan.memory.fits else -math.inf
+    useful = [each for fits, each in found if fits and each.saved_s > least]
+    useful.sort(key=lambda each: -each.saved_s)
+    if not useful and not plan.memory.fits:
+        useful = [each for _, each in found if each.saved_nbytes > 0]
+        useful.sort(key=lambda each: -each.saved_nbytes)
     return tuple(useful[:_MOST_SUGGESTED])
 
 
