@@ -344,7 +344,7 @@ _MOST_LINES = {
     "optim": 2246,
     "peers": 3368,
     "plan": 4140,
-    "planning": 6710,
+    "planning": 6783,
     "state": 3290,
     "tools": 17615,
     "top": 2200,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,27 @@ def _reference(fields: dict[str, Any], *, seed: int = 3) -> Any:
 
 def _built(fields: dict[str, Any], *, seed: int = 3) -> nn.Module:
     return fullshard.materialize(build_from_config(fields, seed=seed))
+
+
+_SOUGHT = """
+import logging, sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "torchao":
+            print("looked for")
+            logging.getLogger(name).warning("cannot load")
+sys.meta_path.insert(0, Finder)
+from fullshard.models.configured import build_from_config
+build_from_config({fields}, seed=0)
+"""
+
+
+@pytest.mark.long
+def test_what_packages_log_while_transformers_looks_for_them_is_not_shown() -> None:
+    words = [sys.executable, "-c", _SOUGHT.replace("{fields}", repr(ALL["llama"]))]
+    ended = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
+    assert "looked for" in ended.stdout
+    assert "cannot load" not in ended.stderr
 
 
 def _sharded(

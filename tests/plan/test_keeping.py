@@ -33,13 +33,16 @@ def _choose(units: list[tuple[int, int]], budget: int) -> tuple[bool, ...]:
 
 
 @given(UNITS, st.integers(0, 100))
-def test_no_set_within_the_budget_saves_more(units: list[tuple[int, int]], budget: int) -> None:
-    nbytes, saved = _totals(units, _choose(units, budget))
-    assert nbytes <= budget
+def test_the_set_stays_that_saves_most_then_with_fewest_bytes_then_of_later_units(
+    units: list[tuple[int, int]], budget: int
+) -> None:
+    def rank(kept: tuple[bool, ...]) -> tuple[int, int, tuple[bool, ...]]:
+        nbytes, saved = _totals(units, kept)
+        return -saved, nbytes, kept
+
     every = itertools.product((False, True), repeat=len(units))
-    others = [total for kept in every if (total := _totals(units, kept))[0] <= budget]
-    assert saved == max(saved for _, saved in others)
-    assert nbytes == min(nbytes for nbytes, other in others if other == saved)
+    fitting = (kept for kept in every if _totals(units, kept)[0] <= budget)
+    assert _choose(units, budget) == min(fitting, key=rank)
 
 
 @given(UNITS, st.integers(0, 100), st.integers(0, 20))

@@ -215,11 +215,20 @@ def test_what_is_not_given_is_the_least_that_fits() -> None:
         ({"vocab": ""}, "vocab is not given"),
         ({"notes": "opt=banana"}, "opt=banana is not known: took adamw"),
         ({"notes": "master=banana"}, "master=banana is not known: took fp32"),
+        ({"notes": "master=bf16banana"}, "master=bf16banana is not known: took fp32"),
+        ({"notes": "mlp=7"}, "mlp=7 is not known: took gated"),
+        ({"notes": "precision=int3"}, "precision=int3 is not known: took bf16"),
+        ({"notes": "train=banana"}, "train=banana is not known: took full"),
+        ({"notes": "moe=experts=8,topk=2"}, "topk= is not known"),
+        ({"ep": "2"}, "took no experts"),
     ],
 )
 def test_what_is_assumed_is_said(values: Mapping[str, str], said: str) -> None:
     assert said in predict_row(ROW | values).reason
-    assert not predict_row(ROW).reason
+    known = (
+        "mlp=swiglu; precision=amp_bf16; opt=adamw8bit; moe=experts=8,shared=0,active_params_b=2"
+    )
+    assert not predict_row(changed(notes=known)).reason
 
 
 def test_experts_and_latent_attention_are_read() -> None:
@@ -268,6 +277,16 @@ def test_a_shape_that_is_not_given_is_the_usual_one() -> None:
         ({"attention": "foo"}, "flash"),
         ({"compile": "banana"}, "yes, no"),
         ({"param_dtype": "int8"}, "bf16"),
+        ({"notes": "moe=experts=8,top_k=9"}, "8 experts"),
+        ({"notes": "moe=experts=8,top_k=1.5"}, "whole number"),
+        ({"notes": "moe=experts=8,dense_layers=33"}, "32 layers"),
+        ({"notes": "moe=experts=8,mla=banana"}, "kv_lora_rank"),
+        ({"notes": "moe=experts=6", "ep": "4"}, "6 experts"),
+        ({"notes": "moe=experts=16", "ep": "16"}, "8 GPUs"),
+        ({"notes": "head_dim=64.5"}, "whole number"),
+        ({"pp": "8", "num_layers": "4"}, "4 layers"),
+        ({"tp": "4", "num_heads": "2", "num_kv_heads": "2"}, "2 heads"),
+        ({"cp": "3"}, "8 GPUs"),
     ],
 )
 def test_a_row_that_cannot_be_predicted_says_why(values: Mapping[str, str], said: str) -> None:

@@ -231,6 +231,20 @@ def test_autocasts_copies_are_activations() -> None:
     assert peak_nbytes(workload) == pytest.approx(real_run(model, tokens).peak_nbytes, rel=0.01)
 
 
+def test_a_loop_over_tokens_is_refused_before_it_takes_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Loop(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([super(Loop, self).forward(each) for each in x])
+
+    model, inputs = nn.Sequential(Loop(4, 4)), torch.empty(8, 4)
+    trace_workload(model, Example((inputs,)))
+    monkeypatch.setattr("fullshard.planning.recorder._MOST_OPERATORS", 4)
+    with pytest.raises(TraceError, match=r"^0 \(Loop.*--seq"):
+        trace_workload(model, Example((inputs,)))
+
+
 def test_experts_that_see_what_is_sent_to_them_run_with_values() -> None:
     torch.manual_seed(0)
     model, tokens = Transformer(dim=32, num_blocks=2, max_seq=64, routed=True), _tokens()

@@ -21,7 +21,7 @@ from fullshard.planning.machines import Machine, MachineError, custom_gpu
 from fullshard.planning.setup import OPTIMIZERS, SetupError
 from fullshard.planning.subject import Subject, checkpointed
 from fullshard.planning.traced import NeedsValuesError, TraceError, token_example, trace_workload
-from fullshard.planning.training import planned
+from fullshard.planning.training import PaddingPlan, planned
 from fullshard.policies import MixedPrecisionPolicy
 
 H100 = machine_named("H100-80GB-SXM")
@@ -127,6 +127,26 @@ def test_numbers_of_a_small_model_are_those_computed_by_hand() -> None:
     assert half["parameters"] == 2 * matrix
     short = parts(plan_training(Squares, replace(setup, stored=torch.bfloat16), inputs=rows))
     assert short["parameters"] == 2 * matrix // 4
+
+
+class Stacked(nn.Module):
+    """Four matrices of 256 KiB in one parameter, as experts are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 256, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).sum(0)
+
+
+def test_padding_is_told_where_it_is_a_part_of_parameters_to_speak_of() -> None:
+    setup, matrix = TrainingSetup(H100, ranks=64, batch=8, precision=FLOAT), 256 * 256 * 4
+    plan = planned(Subject(Stacked, inputs=rows), setup)
+    assert plan.padding == PaddingPlan(matrix - 4 * matrix // 64, matrix, "weight", 4, 64)
+    assert "--shard-size 4 " in str(plan)
+    assert planned(Subject(Squares, inputs=rows), setup).padding is None
+    assert planned(Subject(Stacked, inputs=rows), replace(setup, shard_size=4)).padding is None
 
 
 @pytest.mark.parametrize(
@@ -315,7 +335,7 @@ def test_a_unit_that_is_kept_is_gathered_once(llama: Subject) -> None:
 
 
 SECTIONS = {"settings", "machine", "memory", "time"}
-NUMBERS = {"tokens_per_s", "mfu", "bound_by", "kept_unsharded", "suggestions"}
+NUMBERS = {"tokens_per_s", "mfu", "bound_by", "kept_unsharded", "padding", "suggestions"}
 
 
 def test_a_plan_as_a_dict_is_plain(llama: Subject) -> None:

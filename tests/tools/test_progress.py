@@ -103,14 +103,17 @@ def test_the_sample_is_printed_escaped_and_kept_as_it_is_in_json(
     assert json.loads(capsys.readouterr().out)["sample"] == summary["sample"]
 
 
-def test_long_copies_show_a_bar_of_bytes_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("unit", ["bytes", "rows"])
+def test_what_takes_long_shows_a_bar_on_a_terminal(
+    unit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True)
     monkeypatch.setattr(progress, "Console", lambda **_: console)
-    with progress.copying("exporting") as update:
+    with progress.counting("exporting", unit) as update:
         update(10, 100)
         assert not shown.getvalue(), "it may be over soon"
-        monkeypatch.setattr(progress, "_COPYING_AFTER_S", 0.0)
+        monkeypatch.setattr(progress, "_BAR_AFTER_S", 0.0)
         update(50, 100)
     assert "exporting" in shown.getvalue()
-    assert "50/100 bytes" in shown.getvalue()
+    assert f"50/100 {unit}" in shown.getvalue()

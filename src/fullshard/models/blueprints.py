@@ -4,6 +4,7 @@ Read by the launcher as well, which does not wait for torch; `models/built.py` b
 what a `config.json` says: read, compared, and whether a model of it can be trained.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import re
@@ -198,14 +199,6 @@ def causal_language_models() -> Any:
     return _transformers().AutoModelForCausalLM
 
 
-def _is_trainable(fields: Mapping[str, Any]) -> bool:
-    try:
-        check_trainable(fields)
-    except (ModelConfigError, KeyError):
-        return False
-    return True
-
-
 def check_trainable(fields: Mapping[str, Any]) -> Any:
     """Return the configuration of Transformers; raises ModelConfigError for what cannot be trained.
 
@@ -227,14 +220,13 @@ def check_trainable(fields: Mapping[str, Any]) -> Any:
     if text is not config:
         names = [name for name, value in vars(config).items() if value is text]
         what_to_do = (
-            f"Give what its configuration has under {names[0]} as a config.json of its own."
-            if names
-            else ""
+            "Its language model cannot be trained alone here. Give the configuration of a model of text, such as "
+            "llama, qwen3 or gpt2."
         )
-        if not names or not _is_trainable(text.to_dict()):
+        with contextlib.suppress(ModelConfigError, KeyError, IndexError):
+            check_trainable(text.to_dict())
             what_to_do = (
-                "Its language model cannot be trained alone here. Give the configuration of a model of text, such as "
-                "llama, qwen3 or gpt2."
+                f"Give what its configuration has under {names[0]} as a config.json of its own."
             )
         raise ModelConfigError(f"model_type {kind!r}: is a model of more than text. {what_to_do}")
     if type(config) not in known:

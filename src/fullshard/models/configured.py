@@ -12,8 +12,11 @@ The model's code is that of Transformers, which is imported in functions only: i
 """
 
 import collections
+import contextlib
 import dataclasses
+import importlib
 import inspect
+import logging
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -55,6 +58,11 @@ def build_from_config(fields: Mapping[str, Any], *, seed: int) -> nn.Module:
     models = causal_language_models()
     torch.manual_seed(seed)
     try:
+        # Packages that few models need, such as torchao, are imported by all, and log what they lack.
+        with contextlib.ExitStack() as quiet:
+            quiet.callback(logging.disable, logging.root.manager.disable)
+            logging.disable(logging.WARNING)
+            importlib.import_module("transformers.modeling_utils")
         return cast(nn.Module, deferred_init(models.from_config, config, dtype=torch.float32))
     except FullshardError:
         raise

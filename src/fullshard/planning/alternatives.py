@@ -38,19 +38,15 @@ def alternatives(
     if setup.reshard_after_forward is False:
         yield other("reshard after forward", reshard_after_forward=None)
     elif setup.shards > 1:
-        yield other(
-            "keep units unsharded after forward (reshard_after_forward=False)",
-            reshard_after_forward=False,
-        )
+        text = "keep units unsharded after forward (reshard_after_forward=False)"
+        yield other(text, reshard_after_forward=False)
     if setup.keep_unsharded_nbytes:
         yield other("keep no units unsharded (keep_unsharded)", keep_unsharded_nbytes=0)
     elif room_nbytes:
         size, unit = (1 << 30, "GiB") if room_nbytes >= 1 << 30 else (1 << 20, "MiB")
         tenths = 10 * room_nbytes // size  # as it is printed, so that it can be typed
-        yield other(
-            f"keep {tenths / 10} {unit} of units unsharded (keep_unsharded)",
-            keep_unsharded_nbytes=tenths * size // 10,
-        )
+        text = f"keep {tenths / 10} {unit} of units unsharded (keep_unsharded)"
+        yield other(text, keep_unsharded_nbytes=tenths * size // 10)
     if not setup.is_fused and OPTIMIZERS[setup.optimizer].has_fused:
         yield other(f"let one kernel step ({setup.optimizer}: fused=True)", is_fused=True)
     if not setup.is_compiled:
@@ -91,16 +87,13 @@ _OFFLOADS = {
 def _batches(setup: TrainingSetup) -> Iterator[Alternative]:
     """Yield micro-batches of twice and of half the size, with as many tokens a step where that can be."""
     batch, times = setup.batch, setup.accumulation
-    if times % 2 == 0:
-        text = f"micro-batches of {2 * batch}, {times // 2} a step"
-        yield Alternative(
-            text, dataclasses.replace(setup, batch=2 * batch, accumulation=times // 2)
-        )
-    else:
-        text = f"micro-batches of {2 * batch}, so twice as many a step"
-        yield Alternative(text, dataclasses.replace(setup, batch=2 * batch))
-    if batch % 2 == 0:
-        text = f"micro-batches of {batch // 2}, {2 * times} a step"
-        yield Alternative(
-            text, dataclasses.replace(setup, batch=batch // 2, accumulation=2 * times)
-        )
+    fewer = (
+        (times // 2, f"{times // 2} a step")
+        if times % 2 == 0
+        else (times, "so twice as many a step")
+    )
+    found = [(2 * batch, *fewer)]
+    found += [(batch // 2, 2 * times, f"{2 * times} a step")] if batch % 2 == 0 else []
+    for size, num, said in found:
+        made = dataclasses.replace(setup, batch=size, accumulation=num)
+        yield Alternative(f"micro-batches of {size}, {said}", made)

@@ -56,11 +56,10 @@ class Choice(NamedTuple):
             f"reshard {self.reshard_after_forward}{', kept as memory allows' if self.fills else ''}",
             f"checkpointing {self.checkpointing}",
             *([f"{self.offload} on the host"] if self.offload != "none" else []),
-            f"micro-batch {self.sequences}" + f" x {self.num_microbatches}"
-            if self.num_microbatches > 1
-            else f"micro-batch {self.sequences}",
+            f"micro-batch {self.sequences}",
         ]
         if self.num_microbatches > 1:
+            said[-1] += f" x {self.num_microbatches}"
             said.append("each reduces" if self.reduces_each else "the last reduces")
         return ", ".join(said)
 

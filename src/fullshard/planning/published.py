@@ -8,7 +8,8 @@ row says so and is not predicted.
 import csv
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,26 +49,24 @@ from fullshard.planning.shapes import (
     shape_workload,
 )
 
-# The parts of a row's notes that describe the run.
-_PHYSICAL = ("master", "opt", "precision", "train", "mlp", "moe", "head_dim")
+# What a row's notes say of the run, and how words begin that are known, the usual one first.
+_NOTES = {
+    "master": ("fp32", "bf16", "fp16"),
+    "opt": tuple(OPTIMIZERS),
+    "precision": ("bf16", "amp_bf16", "amp_fp8"),  # columns say how it is computed
+    "train": ("full", "lora"),
+    "mlp": ("gated", "swiglu", "gelu2"),
+}
 _EXPERTS = ("experts", "top_k", "moe_ffn", "shared", "dense_layers")
+_OF_MOE = (*_EXPERTS, "mla", "active_params", "active_params_b")
+_NO_EXPERTS = (("shared", "0"), ("dense_layers", "0"))  # as where they are not given
 _SYSTEMS = (
-    *(
-        "fsdp1",
-        "fsdp2",
-        "simplefsdp",
-        "yafsdp",
-        "megatron_fsdp",
-        "jax_fsdp",
-        "thunder_fsdp",
-        "gemini",
-    ),
-    *("zero1", "zero2", "zero3", "ddp", "single"),
+    *("fsdp1", "fsdp2", "simplefsdp", "yafsdp", "megatron_fsdp", "jax_fsdp", "thunder_fsdp"),
+    *("gemini", "zero1", "zero2", "zero3", "ddp", "single"),
 )
 _ZERO2 = "grad_op_replicated_params"
 _REPLICATED = ("optim", "optim_hybrid", _ZERO2, "none")
 _SHARDING_OF = {"zero1": "optim", "zero2": _ZERO2, "ddp": "none", "single": "none"}
-_STORED = ("fp32", "bf16", "fp16")
 _YES_NO = ("yes", "no")
 _COMPILED = ("simplefsdp", "jax_fsdp", "megatron_fsdp", "thunder_fsdp", "yafsdp")
 _SHARDED = ("full", "hybrid", "grad_op")
@@ -123,9 +122,7 @@ class PublishedRun(NamedTuple):
 def read_rows(path: Path) -> list[dict[str, str]]:
     """Return the rows of a CSV file. Raises RunsError for a file without the columns of such a table."""
     try:
-        with path.open(
-            newline="", encoding="utf-8-sig"
-        ) as file:  # with a mark, as spreadsheets write it
+        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a mark
             reader = csv.DictReader(file)
             columns, rows = reader.fieldnames or (), list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -149,7 +146,7 @@ class _Row:
         self._values = values
         self.assumed: list[str] = []  # columns that were not given, with what was taken
         notes = (note.split("=", 1) for note in values.get("notes", "").split("; ") if "=" in note)
-        self.notes = {key: value for key, value in notes if key in _PHYSICAL}
+        self.notes = {key: value for key, value in notes if key in (*_NOTES, "moe", "head_dim")}
 
     def text(self, column: str, default: str = "") -> str:
         return self._values.get(column) or default
@@ -173,11 +170,9 @@ class _Row:
     def integer(self, column: str, default: int | None = None, *, tells: bool = False) -> int:
         """Return a whole number, as `number` does. tells: note where the default was taken."""
         value = self.number(column, default)
-        if value != round(value):
-            raise UnsupportedRowError(f"{column} is {value:g}, and has to be a whole number")
         if tells and not self.text(column):
             self.assumed.append(f"{column} is not given: took {value:g}")
-        return round(value)
+        return _whole(column, value)
 
 
 def _positive(name: str, text: str) -> float:
@@ -188,6 +183,16 @@ def _positive(name: str, text: str) -> float:
     if not 0 < value < math.inf:
         raise UnsupportedRowError(f"{name} is {text}, and has to be above 0")
     return value
+
+
+def _whole(name: str, value: float) -> int:
+    if value != round(value):
+        raise UnsupportedRowError(f"{name} is {value:g}, and has to be a whole number")
+    return round(value)
+
+
+def _count(name: str, text: str) -> int:
+    return _whole(name, _positive(name, text))
 
 
 def published_run(values: Mapping[str, str]) -> PublishedRun:
@@ -202,6 +207,7 @@ def published_run(values: Mapping[str, str]) -> PublishedRun:
             f"{num_gpus} GPUs are not divided by {divided} ways of parallelism"
         )
     shape = _shape(row)
+    _check_parts(row, shape, parts, num_gpus)
     is_flat = row.text("system") == "fsdp1"
     is_lora = row.notes.get("train", "").startswith("lora")
     is_fused = row.text("compile") == "yes" or (
@@ -271,12 +277,35 @@ def _check_words(row: _Row) -> None:
     row.choice("mem_kind", ("allocated", "reserved", "unknown"))
     for column in ("fp8", "compile", "tied_embeddings"):
         row.choice(column, _YES_NO)
-    # Words of notes are not a closed list.
-    for note, known, usual in (("opt", tuple(OPTIMIZERS), "adamw"), ("master", _STORED, "fp32")):
-        word = row.notes.get(note, usual)
-        if not word.startswith(known):
-            row.assumed.append(f"{note}={word} is not known: took {usual}")
-            row.notes[note] = usual
+    for note, known in _NOTES.items():  # not a closed list
+        word = row.notes.get(note, known[0])
+        if not re.match(f"({'|'.join(known)})(?![a-z])", word):
+            row.assumed.append(f"{note}={word} is not known: took {known[0]}")
+            del row.notes[note]
+
+
+def _check_parts(row: _Row, shape: TransformerShape, parts: Parts, num_gpus: int) -> None:
+    """Raise UnsupportedRowError for experts that cannot be, and parts into which model or ranks are not divided."""
+    if shape.experts is None and parts.expert > 1:
+        row.assumed.append(f"ep is {parts.expert}, and there is no moe=: took no experts")
+    experts, layers = shape.experts or Experts(parts.expert, 1, 1), shape.num_layers
+    heads = shape.num_heads if row.text("hidden") else 0  # else nobody said how many
+    in_stage = num_gpus // parts.pipeline
+    for name, value, most, what in (
+        ("pp", parts.pipeline, layers, "layers"),
+        ("moe=top_k", experts.top_k, experts.num, "experts"),
+        ("moe=dense_layers", experts.num_dense_layers, layers, "layers"),
+    ):
+        if value > most:
+            raise UnsupportedRowError(f"{name} is {value}, and there are {most} {what}")
+    for name, value, whole, what in (
+        ("tp", parts.tensor, heads, "heads"),
+        ("ep", parts.expert, experts.num, "experts"),
+        ("ep", parts.expert, in_stage, "GPUs of a pipeline's part"),
+        ("cp", parts.context, in_stage // parts.tensor, "GPUs that pp and tp leave"),
+    ):
+        if whole % value:
+            raise UnsupportedRowError(f"{name} is {value}, which does not divide {whole} {what}")
 
 
 def _master(row: _Row) -> torch.dtype:
@@ -337,7 +366,9 @@ def _kernels(row: _Row, shape: TransformerShape, *, is_fused: bool, autocasts: b
 
 def _shape(row: _Row) -> TransformerShape:
     experts = None
-    moe = dict(_assignments(row.notes.get("moe", "")))
+    of_moe = (part.split("=", 1) for part in row.notes.get("moe", "").split(",") if "=" in part)
+    moe = {key.strip(): value.strip() for key, value in of_moe}
+    moe = {key: value for key, value in moe.items() if (key, value) not in _NO_EXPERTS}
     if "moe" in row.notes and "experts" not in moe:
         raise UnsupportedRowError("the shape of its layers is not given")
     if not row.text("hidden"):
@@ -350,7 +381,8 @@ def _shape(row: _Row) -> TransformerShape:
     if heads % row.integer("num_kv_heads", heads):
         raise UnsupportedRowError(f"num_heads {heads} is no multiple of num_kv_heads")
     if moe:
-        counts = {key: round(_positive(f"moe={key}", moe[key])) for key in _EXPERTS if key in moe}
+        row.assumed += [f"moe={key}= is not known: left out" for key in moe if key not in _OF_MOE]
+        counts = {key: _count(f"moe={key}", moe[key]) for key in _EXPERTS if key in moe}
         experts = Experts(
             num=counts["experts"],
             top_k=counts.get("top_k", 1),
@@ -358,10 +390,8 @@ def _shape(row: _Row) -> TransformerShape:
             num_shared=counts.get("shared", 0),
             num_dense_layers=counts.get("dense_layers", 0),
         )
-    latent = moe.get("mla", "").partition("kv_lora_rank ")[2]
-    given = row.notes.get("head_dim")
-    head_dim = round(_positive("head_dim=", given)) if given else max(1, hidden // heads)
-    head_dim = 128 if latent else head_dim
+    latent = moe.get("mla", "").removeprefix("kv_lora_rank ")
+    given = "128" if latent else row.notes.get("head_dim") or str(hidden // heads)
     shape = TransformerShape(
         num_layers=row.integer("num_layers"),
         hidden=hidden,
@@ -369,10 +399,10 @@ def _shape(row: _Row) -> TransformerShape:
         num_kv_heads=row.integer("num_kv_heads", heads),
         ffn_hidden=row.integer("ffn_hidden", 4 * hidden, tells=True),
         vocab=row.integer("vocab", 50_257, tells=True),
-        head_dim=head_dim,
+        head_dim=_count("head_dim=", given),
         tied_embeddings=row.text("tied_embeddings") == "yes",
-        gated_mlp=row.notes.get("mlp") != "gelu2",
-        kv_lora_rank=round(_positive("kv_lora_rank", latent)) if latent else 0,
+        gated_mlp=not row.notes.get("mlp", "").startswith("gelu2"),
+        kv_lora_rank=_count("kv_lora_rank", latent) if latent else 0,
         experts=experts,
     )
     gated = dataclasses.replace(shape, gated_mlp=True)
@@ -380,13 +410,6 @@ def _shape(row: _Row) -> TransformerShape:
     # Where three matrices make the number of parameters that is given, and two do not, there are three.
     is_gated = abs(gated.num_params / params - 1) < 0.02 < abs(shape.num_params / params - 1)
     return gated if is_gated else shape
-
-
-def _assignments(text: str) -> Iterator[tuple[str, str]]:
-    for part in text.split(","):
-        key, sign, value = part.partition("=")
-        if sign:
-            yield key.strip(), value.strip()
 
 
 def _usual_shape(params: float) -> TransformerShape:
@@ -638,18 +661,22 @@ class RunsSummary:
         return "\n".join(lines)
 
 
-def predict_runs(source: Path, out: Path) -> RunsSummary:
+def predict_runs(
+    source: Path, out: Path, progress: Callable[[int, int], None] = lambda *_: None
+) -> RunsSummary:
     """Predict every row of a table of runs, and write a table of `COLUMNS`.
 
-    id: that of the row, or its number from 1. low_s, high_s: nine of ten steps are between them. fits: "yes" or "no". A row that cannot be predicted has
-    its reason and nothing else. Raises RunsError for a file that is none or cannot be written.
+    id: that of the row, or its number from 1. low_s, high_s: nine of ten steps are between them. fits: "yes" or "no".
+    A row that cannot be predicted has its reason and nothing else. progress: told which row of how many is next.
+    Raises RunsError for a file that is none or cannot be written.
     """
     written, unsupported, num_fitting = [], {}, 0
     rows = read_rows(source)
     if out.exists() and out.samefile(source):
         raise RunsError(f"{out}: is the table that is read. Give another file to write.")
-    for number, row in enumerate(rows):
-        name = row.get("id") or str(number + 1)
+    for number, row in enumerate(rows, 1):
+        name = row.get("id") or str(number)
+        progress(number, len(rows))
         try:
             found = predict_row(row)
         except (UnsupportedRowError, ShapeError) as error:

@@ -33,6 +33,9 @@ from fullshard.torch_private import (
 )
 
 Works = collections.Counter[Work]
+_MOST_OPERATORS = (
+    20_000  # of a stretch's forward, which has some hundreds unless it loops over tokens
+)
 
 
 @dataclasses.dataclass
@@ -96,6 +99,7 @@ class Recorder(TorchDispatchMode):
         # Numbers of nodes, in ascending order, and the spans that begin there.
         self._starts = [(0, 0)]
         self._current = 0
+        self._first = 0  # how many were recorded before the current stretch of the forward
         self._last = self.spans[0]  # of the forward, in which something was recorded
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._in_use = 0
@@ -162,6 +166,7 @@ class Recorder(TorchDispatchMode):
         else:
             self.spans.append(Span())
             span = self._current = len(self.spans) - 1
+            self._first = self.num_recorded
         self._starts.append((next_sequence_number(), span))
 
     def _span_of(self, node: Any) -> int:
@@ -264,6 +269,11 @@ class Recorder(TorchDispatchMode):
             works, above = span.backward, self._in_use + span.gradient_nbytes - self._base
             span.backward_peak_nbytes = max(span.backward_peak_nbytes, above - span.freed_nbytes)
         else:
+            if self.num_recorded - self._first > _MOST_OPERATORS:
+                raise OverflowError(
+                    f"more than {_MOST_OPERATORS:,} operators, as of a loop over tokens, which takes minutes to run. Give "
+                    "shorter sequences and more of them (--seq, --batch), or a module that has a kernel for the loop"
+                )
             works, above = span.forward, self._in_use - self._base
             span.forward_peak_nbytes = max(span.forward_peak_nbytes, above)
         works.update(kernel.work for kernel in kernels)

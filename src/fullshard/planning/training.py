@@ -9,6 +9,7 @@ A plan is a value: numbers, what they are made of, and what to change first. It 
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from fullshard.plan import amounts
 from fullshard.plan.actions import ActionKind, Holding, Lane
+from fullshard.plan.unit_plan import Sharding, plan_unit
+from fullshard.plan.ways import PEER_MEMORY
 from fullshard.plan.workload import Leave, Run, WorkKind, Workload
 from fullshard.planning.alternatives import alternatives
 from fullshard.planning.calibration import CalibratedCosts
@@ -102,6 +105,30 @@ class KeepingPlan:
 
 
 @dataclasses.dataclass(frozen=True)
+class PaddingPlan:
+    """What each rank holds beside parameters, on average: a parameter takes as much of all ranks as of the first.
+
+    nbytes: of `of_nbytes` for all parameters. param: the one with most of it, which has so many rows along the dim
+    that is cut. shard_size: ranks.
+    """
+
+    nbytes: int
+    of_nbytes: int
+    param: str
+    num_rows: int
+    shard_size: int
+
+    def __str__(self) -> str:
+        fewer = math.gcd(self.num_rows, self.shard_size)
+        change = f"--shard-size {fewer} (shard_size), or " if fewer > 1 else ""
+        return (
+            f"padding: {amounts.nbytes(self.nbytes)} of {amounts.nbytes(self.of_nbytes)} of parameters on a rank\n"
+            f"  {self.param} has {self.num_rows} rows for {self.shard_size} ranks\n"
+            f"  to change: {change}another dim of it to shard by (shard_placement_fn)"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Suggestion:
     """A change that helps, in words, and what it saves a step and a rank; what it costs is negative.
 
@@ -134,6 +161,11 @@ class TrainingPlan:
     suggestions: tuple[Suggestion, ...]
     estimate: Estimate = dataclasses.field(repr=False, compare=False)
     kept: KeepingPlan | None = None
+
+    @property
+    def padding(self) -> PaddingPlan | None:
+        """What is held as padding, if that is a part of parameters to speak of."""
+        return _padding(self.estimate.workload, self.estimate.settings.sharding)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as numbers and texts; names end in their unit."""
@@ -169,6 +201,7 @@ class TrainingPlan:
             "mfu": self.mfu,
             "bound_by": self.bound_by,
             "kept_unsharded": None if self.kept is None else dataclasses.asdict(self.kept),
+            "padding": None if self.padding is None else dataclasses.asdict(self.padding),
             "suggestions": [dataclasses.asdict(each) for each in self.suggestions],
         }
 
@@ -278,25 +311,18 @@ def _suggestions(
         say(other.text)
         try:
             made = planned(subject, other.setup)
-        except (
-            TraceError,
-            CostError,
-        ):  # such as a model without units to recompute, or what a machine was not measured for
+        except (TraceError, CostError):  # such as of a model without units to recompute
             continue
         more = other.setup.batch * other.setup.accumulation / tokens
         saved_s = plan.time.step_s - made.time.step_s / more
         saved_nbytes = plan.memory.total_nbytes - made.memory.total_nbytes
         found.append((made.memory.fits, Suggestion(other.text, saved_s, saved_nbytes)))
-    if plan.memory.fits:
-        least = _LEAST_SAVED * plan.time.step_s
-        useful = [each for fits, each in found if fits and each.saved_s > least]
-        useful.sort(key=lambda each: -each.saved_s)
-    else:
-        useful = [each for fits, each in found if fits]
-        useful.sort(key=lambda each: -each.saved_s)
-        if not useful:
-            useful = [each for _, each in found if each.saved_nbytes > 0]
-            useful.sort(key=lambda each: -each.saved_nbytes)
+    least = _LEAST_SAVED * plan.time.step_s if plan.memory.fits else -math.inf
+    useful = [each for fits, each in found if fits and each.saved_s > least]
+    useful.sort(key=lambda each: -each.saved_s)
+    if not useful and not plan.memory.fits:
+        useful = [each for _, each in found if each.saved_nbytes > 0]
+        useful.sort(key=lambda each: -each.saved_nbytes)
     return tuple(useful[:_MOST_SUGGESTED])
 
 
@@ -310,6 +336,23 @@ def _room_nbytes(plan: TrainingPlan) -> int:
 
 
 # Memory
+
+_LEAST_PADDING = 0.1  # of parameters
+
+
+def _padding(workload: Workload, sharding: Sharding) -> PaddingPlan | None:
+    if sharding.shard_way is PEER_MEMORY:  # whose shards have none
+        return None
+    plans = [plan_unit(unit.params, sharding) for unit in workload.units]
+    params = [param for plan in plans for bucket in plan.layout.buckets for param in bucket.params]
+    taken = [param.chunk_numel * param.spec.dtype.itemsize for param in params]
+    own = [p.spec.numel * p.spec.dtype.itemsize // sharding.shard_size for p in params]
+    nbytes = sum(taken) - sum(own)
+    if nbytes <= _LEAST_PADDING * sum(taken):
+        return None
+    most = params[max(range(len(params)), key=lambda n: taken[n] - own[n])].spec
+    return PaddingPlan(nbytes, sum(taken), most.name, most.extents[1], sharding.shard_size)
+
 
 _NAMES = {
     Holding.SHARDS: "parameters",
@@ -501,6 +544,7 @@ def _lines(plan: TrainingPlan) -> list[str]:
         *_joined_by(plan),
         _units(settings["units"]),
         *([f"kept unsharded: {plan.kept}"] if plan.kept else []),
+        *([str(plan.padding)] if plan.padding else []),
         *(
             ["Adafactor: DTensors, so fully_shard, refuse it with an error"]
             if settings["optimizer"] == "adafactor"

@@ -22,7 +22,7 @@ from fullshard.tools.cli_options import App, argument, flag, option, refuse
 from fullshard.tools.config import OptionError
 from fullshard.tools.doctor.findings import counted
 from fullshard.tools.exits import Exit
-from fullshard.tools.progress import as_it_is, copying, printable
+from fullshard.tools.progress import as_it_is, counting, printable
 
 _SECTIONS = ("model", "optimizer", "extra")
 _RUN_CHECKPOINTS = "checkpoints"
@@ -100,7 +100,7 @@ def inspect(
 def verify(path: _Path, as_json: _Json = False) -> None:
     """Read every byte of a checkpoint and compare it with its checksum."""
     with _failures("verify", as_json=as_json):
-        with copying("reading") as update:
+        with counting("reading") as update:
             found = fullshard.verify_checkpoint(path, progress=update)
         if as_json:
             print(json_text({**dataclasses.asdict(found), "path": str(found.path)}))
@@ -140,7 +140,7 @@ def diff(
     if unknown:
         raise refuse("ckpt diff", f"--only {unknown[0]}: is none of {', '.join(_SECTIONS)}.")
     with _failures("diff", as_json=as_json):
-        with copying("comparing") as update:
+        with counting("comparing") as update:
             found = fullshard.diff_checkpoints(
                 first, second, sections=only or (), tolerance=tolerance, progress=update
             )
@@ -204,7 +204,7 @@ def export(
         raise refuse("ckpt export", f"--dtype {dtype}: is none of {', '.join(DTYPES)}.")
     if config is not None and is_run(Path(config)):
         raise refuse("ckpt export", f"--config {config}: is a run, and no model's. Leave it out.")
-    with _failures("export", as_json=as_json), copying("writing") as update:
+    with _failures("export", as_json=as_json), counting("writing") as update:
         how: dict[str, Any] = {"overwrite": overwrite, "progress": update}
         if to is Form.DCP:
             state = fullshard.export_dcp(path, target, weights_only=weights_only, **how)
@@ -280,7 +280,7 @@ def prune(
 
 def _convert(command: str, path: str, target: str, how: dict[str, Any], *, as_json: bool) -> None:
     """Write a checkpoint of our form from any."""
-    with _failures(command, as_json=as_json), copying("writing") as update:
+    with _failures(command, as_json=as_json), counting("writing") as update:
         saved = fullshard.convert_checkpoint(path, target, progress=update, **how)
     written = {"path": str(saved.path), "nbytes": saved.nbytes, "step": saved.step}
     _print_written(written, as_json=as_json)

@@ -258,13 +258,13 @@ def export(
 
     Reads the checkpoint's files, piece by piece: no ranks are started, and no model is built.
     """
-    from fullshard.tools.progress import copying
+    from fullshard.tools.progress import counting
     from fullshard.tools.text.tokenizer import FILE as TOKENIZER
     from fullshard.tools.text.tokenizer import how_transformers_differs
     from fullshard.tools.weights import export_run
 
     try:
-        with copying("exporting") as update:
+        with counting("exporting") as update:
             checkpoint, exported = export_run(
                 run,
                 hf,

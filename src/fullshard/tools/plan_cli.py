@@ -16,7 +16,7 @@ from fullshard.tools.cli_options import flag, refuse, takes
 from fullshard.tools.config import OptionError, check_file
 from fullshard.tools.exits import Exit
 from fullshard.tools.plan_options import PlanOptions
-from fullshard.tools.progress import say_starting
+from fullshard.tools.progress import counting, say_starting
 
 if TYPE_CHECKING:
     from fullshard.planning.search import SearchResult
@@ -218,6 +218,6 @@ def _predict(runs: Path, out: Path | None, *, is_alone: bool) -> None:
         raise OptionError(
             "--runs and --out belong together, and go with nothing else: what runs on what is said by the table."
         )
-    with Console(stderr=True).status("predicting ..."):
-        found = published.predict_runs(runs, out)
+    with counting("predicting", "rows") as progress:
+        found = published.predict_runs(runs, out, progress)
     print(found)

@@ -28,7 +28,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 SPEED_STEPS = 20
-_COPYING_AFTER_S = 2.0
+_BAR_AFTER_S = 2.0
 _REDRAWN_PER_S = 4  # often enough for a spinner, and nothing to a step
 _BAR = (8, 40)  # columns, at least and at most
 _COMMAND = re.compile(r"(?<=: )\S*fullshard \w+ -.*")  # to be pasted, up to the end of its line
@@ -232,17 +232,19 @@ def reporting(*, rank: int) -> Iterator[Reporter]:
 
 
 @contextlib.contextmanager
-def copying(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Give what is told how many bytes of how many are done: on a terminal, a bar shows it after two seconds."""
+def counting(what: str, unit: str = "bytes") -> Iterator[Callable[[int, int], None]]:
+    """Give what is told how many bytes, or else, of how many are done: on a terminal, a bar shows it after two seconds."""
     began, console = time.monotonic(), Console(stderr=True, emoji=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    bar = Progress(*columns, TimeRemainingColumn(), console=console)
+    of_units = TextColumn(f"{{task.completed:,}}/{{task.total:,}} {unit}")
+    counted = DownloadColumn() if unit == "bytes" else of_units
+    columns = (TextColumn("{task.description}"), BarColumn(), counted, TimeRemainingColumn())
+    bar = Progress(*columns, console=console)
     task = bar.add_task(what, total=None)
 
     def update(done: int, total: int) -> None:
-        if console.is_terminal and time.monotonic() - began >= _COPYING_AFTER_S:
-            bar.start()
+        if console.is_terminal and time.monotonic() - began >= _BAR_AFTER_S:
             bar.update(task, completed=done, total=total)
+            bar.start()
 
     try:
         yield update

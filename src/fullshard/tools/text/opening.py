@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fullshard.tools.config import TrainConfig
-from fullshard.tools.progress import copying
+from fullshard.tools.progress import counting
 from fullshard.tools.text import finding, packed
 from fullshard.tools.text.cache import CorpusError
 from fullshard.tools.text.corpus import ByteText
@@ -81,7 +81,7 @@ def _packed(
     cache: Path,
 ) -> packed.PackedText:
     def tokens_of(sources: list[Source]) -> Tokens:
-        with copying("tokenizing") as update:
+        with counting("tokenizing") as update:
             return tokenized(
                 sources, tokenizer, text_field=config.text_field, cache=cache, progress=update
             )
