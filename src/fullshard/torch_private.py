@@ -122,6 +122,9 @@ with _to("tell whether a `TorchFunctionMode` watches the functions of `torch.dis
 with _to("look at tensors whose class refuses to be used"):
     WithoutSubclasses = torch._C.DisableTorchFunctionSubclass
 
+with _to("look at tensors without a `TorchFunctionMode` that is told"):
+    WithoutFunctions = torch._C.DisableTorchFunction
+
 # The compiler, without importing it (a second)
 
 with _to("keep functions out of compiled graphs"):

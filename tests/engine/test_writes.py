@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -16,11 +17,14 @@ from torch.distributed.tensor import DTensor
 from fullshard.engine.module_state import state_of
 from tests.api import Api
 from tests.harness import on_ranks, rank
+from tests.models import mlp
 from tests.selection import repeats
 from tests.training import (
     assert_gradients_are_parts_of,
     full_gradients,
+    local,
     make_batch,
+    mean_over_ranks,
     mean_square,
     my_part,
 )
@@ -615,3 +619,50 @@ def test_write_to_what_a_user_unsharded_is_no_cause_for_complaint(api: Api) -> N
         model[0].weight.mul_(2)
     model.reshard()
     mean_square(model(my_part(make_batch(16)))).backward()
+
+
+@pytest.mark.ours("its wrapper loses steps, with use_orig_params=True")
+@pytest.mark.parametrize("face", ["fully_shard", "orig", "flat"])
+@on_ranks(1, 2)
+def test_memory_that_torch_moves_to_share_it_with_a_process_goes_on_training(
+    api: Api, face: str
+) -> None:
+    """As sending a tensor through a queue of torch.multiprocessing does, at any place in a step."""
+    wrap = partial(
+        api.FullyShardedDataParallel, use_orig_params=face == "orig", device_id=torch.device("cpu")
+    )
+
+    def share(tensors: Iterable[Tensor | None]) -> None:
+        for tensor in tensors:
+            if tensor is not None:
+                local(tensor).detach().share_memory_()
+
+    warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
+    for moment in range(4):
+        model, alone, batch = mlp(), mlp(), make_batch(16)
+        alone.load_state_dict(model.state_dict())
+        if face == "fully_shard":
+            api.fully_shard(model[0])
+        model = api.fully_shard(model) if face == "fully_shard" else wrap(model)
+        shards, losses = [*model.parameters()], []
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, alone)]
+        for step in range(4):
+            if (step, moment) == (1, 0):
+                share(shards)
+            loss = mean_square(model(my_part(batch)))
+            if (step, moment) == (1, 1):
+                share(shards)
+            loss.backward()
+            if (step, moment) == (1, 2):
+                share(shard.grad for shard in shards)
+            if (step, moment) == (1, 3):
+                share(shards)
+            without = mean_square(alone(batch))
+            without.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append((loss.item(), without.item()))
+        mine, theirs = zip(*losses, strict=True)
+        torch.testing.assert_close(mean_over_ranks(list(mine)), list(theirs))
+        assert len(set(theirs)) == 4

@@ -78,6 +78,7 @@ class ShardBuffer:
         there are no direct parameters or if they have to be moved first.
     packed_region: packed shards of all ranks, rank by rank, if this rank can read them in place.
         For a flat bucket: the whole unsharded buffer.
+    memory: what keeps the memory, if ``flat`` alone does not.
     mapped_nbytes: bytes that all ranks of a host share for the bucket; 0 if they share no memory.
     """
 
@@ -86,6 +87,7 @@ class ShardBuffer:
     flat: torch.Tensor | None = None
     in_place: list[torch.Tensor] = dataclasses.field(default_factory=list)
     packed_region: Region | None = None
+    memory: torch.Tensor | None = None
     mapped_nbytes: int = 0
     last_landing: Landing | None = None
 
@@ -141,13 +143,16 @@ class Comm(abc.ABC):
 
         Private memory, unless ranks share theirs. Raises UnavailableError on every rank if one of them cannot.
         """
-        flat = torch.zeros(
+        memory = torch.zeros(
             bucket.shard_numel,
             dtype=bucket.dtype,
             device=device,
             pin_memory=pin_memory and torch.accelerator.is_available(),
         )
-        return ShardBuffer(bucket, shard_views(bucket, flat, self.rank), flat=flat)
+        # Users have what is over it, whose storage may be given other memory: see `UnitBuffers.bring_home`.
+        flat = tensor_over(memory.untyped_storage()[:], 0, memory.shape, memory.dtype)
+        shards = shard_views(bucket, flat, self.rank)
+        return ShardBuffer(bucket, shards, flat=flat, memory=memory)
 
     @abc.abstractmethod
     def all_gather(

@@ -199,6 +199,7 @@ class GradientShards:
         self._storages = [view.untyped_storage() for view in self.views]
         self._objects = [*self.wrapped, *self.views, *self._storages]
         self._addresses = [storage._cdata for storage in self._storages]
+        self._places = list(map(torch.Tensor.data_ptr, self.views))
         # Last, when every reference of this object is there.
         self._own_uses = self._uses() if tensor_uses is not None else 0
 
@@ -208,8 +209,8 @@ class GradientShards:
         The ``.grad`` of these holders' local shards does not count: `step_on_shards` sets that in a step
         and leaves it there. It is read by the next step alone, which sets it anew.
         """
-        if tensor_uses is None:
-            return False
+        if tensor_uses is None or list(map(torch.Tensor.data_ptr, self.views)) != self._places:
+            return False  # or sent to another process, by which torch gives a storage other memory
         others = self._uses() - self._own_uses
         if others == 0:
             return True

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from fullshard.plan.ways import SUMMED_WORDS
-from fullshard.torch_private import WithoutSubclasses
+from fullshard.torch_private import WithoutFunctions, WithoutSubclasses
 
 _num_steps = 0  # of all optimizers of the process
 
@@ -74,8 +74,8 @@ class Watched(Protocol):
 class Places(NamedTuple):
     """Where parameters were registered, and the unit's memory that they are over.
 
-    registries, names, registered: one per slot. sharded, local, shapes: one per DTensor. pieces,
-    addresses, looks: one per parameter that an optimizer updates in a flat unit.
+    registries, names, registered: one per slot. held, addresses: one per parameter that an optimizer updates.
+    sharded, local, shapes: one per DTensor. pieces, looks: one per such parameter of a flat unit.
     """
 
     registries: list[dict[str, Any]] = []  # noqa: RUF012  (never changed)
@@ -85,6 +85,7 @@ class Places(NamedTuple):
     local: list[torch.Tensor] = []  # noqa: RUF012
     shapes: list[torch.Size] = []  # noqa: RUF012
     pieces: list[nn.Parameter] = []  # noqa: RUF012
+    held: list[torch.Tensor] = []  # noqa: RUF012
     addresses: list[int] = []  # noqa: RUF012
     looks: list[tuple[Any, ...]] = []  # noqa: RUF012
 
@@ -100,14 +101,15 @@ class Places(NamedTuple):
             and all(map(is_same, map(dict.get, self.registries, self.names), self.registered))
             and all(map(is_same, map(_local, self.sharded), self.local))
             and list(map(_shape, self.local)) == self.shapes
-            and self.are_pieces_home
+            and self.are_home
             and list(map(_look, self.pieces)) == self.looks
         )
 
     @property
-    def are_pieces_home(self) -> bool:
-        """True if all pieces begin where the unit's memory for them does."""
-        return list(map(_address, self.pieces)) == self.addresses
+    def are_home(self) -> bool:
+        """True if all parameters begin where the unit's memory for them does."""
+        with WithoutFunctions():
+            return list(map(_address, self.held)) == self.addresses
 
 
 class ModelWatch:
@@ -189,21 +191,22 @@ class ParamWatch:
         self._shards = list({id(tensor): tensor for tensor in tensors}.values())
         if (homes := params.homes) is None:
             return  # every parameter is asked itself
-        slots = [(slot, sharded) for its, sharded, _ in homes for slot in its]
+        slots = [(slot, sharded) for its, sharded, _, _ in homes for slot in its]
         places = Places(
             [slot.registry for slot, _ in slots],
             [slot.name for slot, _ in slots],
             [sharded for _, sharded in slots],
+            addresses=[address for _, _, _, address in homes],
         )
-        sharded, memory = [each for _, each, _ in homes], [each for _, _, each in homes]
+        sharded, memory = [each for _, each, _, _ in homes], [each for _, _, each, _ in homes]
         if params.flat_layout is None:
             self._places = places._replace(
-                sharded=sharded, local=memory, shapes=list(map(_shape, memory))
+                sharded=sharded, local=memory, held=memory, shapes=list(map(_shape, memory))
             )
         else:
             self._places = places._replace(
                 pieces=sharded,
-                addresses=list(map(_address, memory)),
+                held=sharded,
                 looks=list(map(_look, memory)),
             )
 
@@ -230,7 +233,7 @@ class ParamWatch:
 
         A part of `have_moved` that is cheap enough to ask before each module's forward.
         """
-        return not self.places.are_pieces_home
+        return not self.places.are_home
 
     # Written, by version counters
 

@@ -40,6 +40,7 @@ bytes, and allocated by resizing it back; the tensors over it are not touched. T
   `guard.uses` makes the use of such a tensor an error.
 """
 
+import ctypes
 import dataclasses
 import itertools
 
@@ -133,6 +134,8 @@ class UnitBuffers:
             for param, shard in zip(buffer.bucket.params, buffer.shards, strict=True)
         }
         self.shards = [shards[index] for index in range(len(shards))]
+        self.addresses = [shard.data_ptr() for shard in self.shards]
+        self.flat_addresses = [shard.data_ptr() for shard in self.flat_shards]
         # Shards over a smaller group, from forward to backward (`reshard_after_forward=N`).
         self._post_forward_shards: list[ShardBuffer] = []
         self._smaller_buckets: dict[tuple[int, int], BucketLayout] = {}  # by bucket and group size
@@ -144,6 +147,19 @@ class UnitBuffers:
     def flat_shards(self) -> list[torch.Tensor]:
         """This rank's shard buffer of each bucket that has its shards in one piece, as flat ones do."""
         return [buffer.flat for buffer in self._buckets if buffer.flat is not None]
+
+    def bring_home(self) -> None:
+        """Undo what ``share_memory_()`` does, and sending a tensor to another process: a storage gets other memory.
+
+        Ranks read the memory of before. It has the values of now afterwards, and the other process those.
+        """
+        homes = [*zip(self.shards, self.addresses, strict=True)] if self._comm.size > 1 else []
+        for shard, address in (*homes, *zip(self.flat_shards, self.flat_addresses, strict=True)):
+            if shard.data_ptr() != address and shard.is_cpu and shard.numel():
+                memory = (ctypes.c_char * shard.nbytes).from_address(address)
+                home = torch.frombuffer(memory, dtype=shard.dtype)
+                home.copy_(shard.view(-1))
+                shard.set_(home.untyped_storage(), 0, shard.shape)  # type: ignore[call-overload]
 
     @property
     def shard_memory(self) -> list[torch.Tensor]:

@@ -297,8 +297,8 @@ class UnitParams:
         """
         if not self.is_flat:
             return
-        for _, sharded, memory in self.homes or ():
-            if sharded.data_ptr() != memory.data_ptr() and _storage(sharded) in homes:
+        for _, sharded, _, address in self.homes or ():
+            if sharded.data_ptr() != address and _storage(sharded) in homes:
                 sharded.data = sharded.data.clone()
 
     def bind(self, *, in_place: bool) -> None:
@@ -329,17 +329,18 @@ class UnitParams:
         self.is_in_place = buffers.in_place
 
     @property
-    def homes(self) -> list[tuple[Sequence[Slot], nn.Parameter, torch.Tensor]] | None:
-        """Where each parameter that an optimizer updates is registered, and the memory that it is over.
+    def homes(self) -> list[tuple[Sequence[Slot], nn.Parameter, torch.Tensor, int]] | None:
+        """Where each parameter that an optimizer updates is registered, and the memory that it is over, with its address.
 
         As the unit left them. None if some bring memory of their own, and before there is any.
         """
         if self.buffers is None or self.extended is not None:
             return None
         if self.flat is not None:
-            return [([self.flat.slot], self.flat.sharded, self.buffers.flat_shards[0])]
-        pairs = zip(self.plain, self.buffers.shards, strict=True)
-        return [(param.slots, param.sharded, shard) for param, shard in pairs]
+            shard, address = self.buffers.flat_shards[0], self.buffers.flat_addresses[0]
+            return [([self.flat.slot], self.flat.sharded, shard, address)]
+        memory = zip(self.plain, self.buffers.shards, self.buffers.addresses, strict=True)
+        return [(param.slots, param.sharded, shard, address) for param, shard, address in memory]
 
     def find_moved(self) -> bool:
         """Return whether some shard is not over the unit's memory, or not the registered parameter.
@@ -350,6 +351,7 @@ class UnitParams:
         buffers = self.buffers
         if buffers is None:
             return True
+        buffers.bring_home()
         if self.flat is not None:
             return not self.flat.is_at(buffers.flat_shards[0])
         if self.extended is not None and any(param.is_replaced for param in self.all):
