@@ -44,7 +44,7 @@ FEW_LINES = """
     dist.init_process_group("gloo")
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
 """
-END = "dist.destroy_process_group()"
+END = "dist.barrier(); dist.destroy_process_group()"  # else one may leave while another still connects
 
 
 def _run(

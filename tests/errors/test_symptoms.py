@@ -48,6 +48,7 @@ from tests.errors.models import (
 from tests.faults.job import Plan
 from tests.fresh import in_warm_forks
 from tests.harness import on_ranks, rank
+from tests.releases import RELEASE
 
 pytestmark = pytest.mark.apis("peer_memory")
 paths = pytest.mark.parametrize("path", ["auto", "process_group"])
@@ -411,7 +412,8 @@ def test_a_module_that_recomputes_something_else_is_named_below_pytorchs_error(
     assert said is not None
     assert said.startswith("fullshard: recomputed was blocks.1.module (F")  # a class of ours
     assert "whole then, as in forward" in said
-    assert "layer (Linear): 3x8 of float32; in forward 6x8" in said
+    # Where torch records what forward has saved.
+    assert RELEASE < (2, 12) or "layer (Linear): 3x8 of float32; in forward 6x8" in said
     assert "set_checkpoint_debug_enabled(True)" in said
 
 

@@ -410,6 +410,7 @@ def _labels() -> list[str]:
 _OTHER_KIND = "a value of another kind, which PyTorch ignores or misreads"
 _REFUSED = {  # docs/limits.md has them
     ("fully_shard", "offload_policy"): _OTHER_KIND,
+    ("fully_shard", "shard_placement_fn"): _OTHER_KIND,
     ("MixedPrecisionPolicy", "param_dtype"): _OTHER_KIND,
     ("MixedPrecisionPolicy", "output_dtype"): _OTHER_KIND,
     ("MixedPrecision", "reduce_dtype"): _OTHER_KIND,

@@ -155,6 +155,10 @@ def _group_by_mesh(
     names: by parameter, for messages. Raises ShardingError for placements and dtypes that do not fit.
     """
     groups: dict[int, _Group] = {}
+    if not (placement_fn is None or callable(placement_fn)):
+        raise ShardingError(
+            f"shard_placement_fn should be a function or None, got {placement_fn!r}."
+        )
     if placement_fn is not None and default.shard_mesh_dim is None:
         raise ShardingError(
             f"Per-param mesh via shard_placement_fn is not supported with {type(default).__name__}: "
