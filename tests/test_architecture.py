@@ -327,7 +327,7 @@ def test_no_package_binds_a_name_of_its_submodules(package: Path) -> None:
 # and asks for a sentence in the commit that says what users get for it. Lower it when a room has shrunk.
 _MOST_LINES = {
     "batches": 757,
-    "checkpoint": 6774,
+    "checkpoint": 6801,
     "comm": 3180,
     "compare": 1311,
     "convert": 2110,
@@ -345,7 +345,7 @@ _MOST_LINES = {
     "peers": 3368,
     "plan": 4140,
     "planning": 6783,
-    "state": 3290,
+    "state": 3277,
     "tools": 17615,
     "top": 2201,
     "watch": 1515,

@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim import Adam
 
 import fullshard
 from fullshard.errors import CheckpointError, FullshardError, StateError
@@ -23,6 +25,7 @@ from tests.api import Api
 from tests.harness import Pools, Task, mesh_of, on_ranks, rank, world_size
 from tests.live.ways import sharded
 from tests.models import mlp
+from tests.test_transfer import _whole
 from tests.training import assert_equal
 
 alone = pytest.mark.apis("peer_memory")
@@ -410,6 +413,14 @@ def test_tied_and_untied(tmp_path: Path) -> None:
     fullshard.save_checkpoint(tmp_path / "c", untied)
     with pytest.raises(CheckpointError, match="One tensor in the model, and several"):
         fullshard.load_checkpoint(tmp_path / "c", tied)
+    fullshard.save_checkpoint(tmp_path / "d", tied, _stepped(tied))
+    with pytest.raises(CheckpointError, match=r"lacks[^\n]*: 1\n    optimizer/1\.weight\n"):
+        fullshard.load_checkpoint(tmp_path / "d", untied, _stepped(untied))
+    models = {"b": untied, "a": tied}  # what is tied in one of them is not in the other
+    optimizers = [{"b": torch.optim.SGD([untied[place].weight])} for place in range(2)]
+    fullshard.save_checkpoint(tmp_path / "e", models, optimizers[0])
+    with pytest.raises(CheckpointError, match=r"lacks[^\n]*: 1\n    optimizer\.b/1\.weight\n"):
+        fullshard.load_checkpoint(tmp_path / "e", models, optimizers[1])
 
 
 def test_groups_that_are_divided_otherwise_are_refused(tmp_path: Path) -> None:
@@ -817,22 +828,47 @@ def test_copies_that_nobody_keeps_equal_are_saved_as_the_first(api: Api, tmp_pat
         assert wholes[name].eq(1.0 + rank() // 2).all(), name  # each pair's own
 
 
-def test_one_optimizer_of_two_models_keeps_the_state_of_both(tmp_path: Path) -> None:
-    def build(seed: int) -> Any:
-        torch.manual_seed(seed)
-        models = {"a": _net(3, 4), "b": _net(3, 4)}
-        return models, torch.optim.AdamW([p for m in models.values() for p in m.parameters()])
+class _Pair(nn.Module):
+    """Has a weight in two modules, which are registered in the order of ``names``. x: indices."""
 
-    models, optimizer = build(0)
-    sum(m(torch.randn(2, 3)).square().sum() for m in models.values()).backward()
-    optimizer.step()
-    fullshard.save_checkpoint(tmp_path / "a", models, optimizer)
-    others, made = build(1)
-    fullshard.load_checkpoint(tmp_path / "a", others, made)
-    for key, model in models.items():
-        for p, q in zip(model.parameters(), others[key].parameters(), strict=True):
-            assert made.state[q]["exp_avg"].equal(optimizer.state[p]["exp_avg"])
-    assert "optimizer/b.0.weight/exp_avg" in fullshard.inspect_checkpoint(tmp_path / "a").tensors
+    def __init__(self, seed: int, names: str) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        enc, dec = nn.Embedding(7, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 7, bias=False))
+        dec[1].weight = enc.weight
+        for name in names.split():
+            self.add_module(name, {"enc": enc, "dec": dec}[name])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dec(self.enc(x))
+
+
+@pytest.mark.parametrize("is_one", [False, True])
+def test_optimizers_of_two_models_keep_the_state_of_both(tmp_path: Path, is_one: bool) -> None:
+    def build(seed: int, **orders: str) -> Any:
+        models = {key: _Pair(seed + number, orders[key]) for number, key in enumerate(orders)}
+        if is_one:
+            return models, Adam([p for model in models.values() for p in model.parameters()])
+        return models, {key: Adam(model.parameters()) for key, model in models.items()}
+
+    def moments(models: Any, made: Any) -> dict[str, torch.Tensor]:
+        """Return an average of each parameter of both models, by all its names."""
+        return {
+            f"{key}.{name}": (made if is_one else made[key]).state[parameter]["exp_avg"]
+            for key, model in models.items()
+            for name, parameter in sorted(model.named_parameters(remove_duplicate=False))
+        }
+
+    models, made = build(0, a="enc dec", b="dec enc")
+    sum(model(torch.arange(7)).square().sum() for model in models.values()).backward()
+    for optimizer in [made] if is_one else made.values():
+        optimizer.step()
+    fullshard.save_checkpoint(tmp_path / "a", models, made)
+    name = "optimizer/b.dec.0.weight" if is_one else "optimizer.b/dec.0.weight"
+    assert f"{name}/exp_avg" in fullshard.inspect_checkpoint(tmp_path / "a").tensors
+    others, loaded = build(5, a="dec enc", b="enc dec")  # each tied weight is under its other name
+    fullshard.load_checkpoint(tmp_path / "a", others, loaded)
+    assert_equal(moments(others, loaded), moments(models, made))
 
 
 @alone
@@ -1152,3 +1188,66 @@ def test_a_module_under_two_names_has_both(api: Api, tmp_path: Path, way: str) -
     plain = _Twice()
     fullshard.load_checkpoint(tmp_path / "a", plain)
     assert_equal(dict(sorted(plain.state_dict().items())), expected)
+
+
+# In which order modules are registered, and how they are sharded: as a whole, or each in turn.
+TIES = {
+    "plain": ("enc dec", "plain"),
+    "plain_reversed": ("dec enc", "plain"),
+    "root": ("enc dec", "fully_shard"),
+    "orig": ("enc dec", "orig"),
+    "flat": ("enc dec", "flat"),
+    "two": ("enc dec", "enc dec"),
+    "two_sharded_in_reverse": ("enc dec", "dec enc"),
+    "two_reversed": ("dec enc", "enc dec"),
+}
+
+
+@alone
+@on_ranks(2)
+def test_a_tied_weight_has_its_state_however_its_modules_are_sharded(
+    api: Api, tmp_path: Path
+) -> None:
+    def build(names: str, how: str, seed: int) -> Any:
+        model = _Pair(seed, names)
+        if how in ("enc dec", "dec enc"):
+            for name in how.split():
+                api.fully_shard(model.get_submodule(name), mesh=mesh_of(2))
+        else:
+            model = sharded(api, how, model)
+        return model, Adam(model.parameters()), fullshard.EMA(model, decay=0.5)
+
+    def stepped(model: Any, optimizer: Any, ema: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Take a step; return the values of all, and the averages."""
+        model(torch.arange(7)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update()
+        found = _whole(fullshard.sharded_state(model, optimizer))
+        own = {name.replace("dec.1.weight/", "enc.weight/"): found[name] for name in found}
+        with ema.applied():
+            return dict(sorted(own.items())), dict(sorted(fullshard.iter_full_state(model)))
+
+    for name, (names, how) in TIES.items():
+        made = build(names, how, seed=0)
+        stepped(*made)
+        fullshard.save_checkpoint(tmp_path / name, *made[:2], extra={"ema": made[2]})
+        first = "enc.weight" if names == "enc dec" else "dec.1.weight"  # as in one process
+        saved = fullshard.inspect_checkpoint(tmp_path / name).tensors
+        assert {f"model/{first}", f"optimizer/{first}/exp_avg"} <= saved.keys()
+        if rank() == 0 and how == "plain":
+            state = {"model": made[0].state_dict(), "optim": get_optimizer_state_dict(*made[:2])}
+            torch.save(state, tmp_path / f"{name}.pt")
+    torch.distributed.barrier()
+    made = build("enc dec", "plain", seed=0)
+    stepped(*made)
+    expected = stepped(*made)
+    pairs = [*itertools.product(sorted(tmp_path.iterdir()), TIES.values())]
+    for path, (names, how) in pairs[::3]:
+        model, optimizer, ema = build(names, how, seed=1)
+        extra = {} if path.suffix else {"ema": ema}
+        fullshard.load_checkpoint(path, model, optimizer, extra=extra)
+        found = stepped(model, optimizer, ema)
+        assert_equal(found[0], expected[0])
+        if extra:
+            assert_equal(found[1], expected[1])

@@ -24,7 +24,7 @@ from fullshard.checkpoint.fit import (
 )
 from fullshard.checkpoint.folder import Location
 from fullshard.checkpoint.opening import check_same_files, opened
-from fullshard.checkpoint.optimizer import check_trained, trained_by
+from fullshard.checkpoint.optimizer import check_trained, parameters_of, trained_by
 from fullshard.checkpoint.optimizer_load import OptimizerLoad
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.read import Names, SavedState, Wanted, naming_malformed
@@ -223,11 +223,17 @@ def plan_load(
     problems += [f"missing extra/{key}" for key in extra if key not in known_extra]
     destinations = []
     notes: list[str] = []
-    converted = _of_other_dtypes(state, found)
+    others = (each for each in found if state.tensors[each.name].dtype != each.dtype)
+    converted = {name for holding in others for name in _in_optimizers(holding)}
+    of_models = [*found]
     for section, optimizer in optimizers.items():
         check_trained(optimizer, trained[section])
-        destination = OptimizerLoad(state, section, optimizer, trained[section], converted)
-        destinations.append((destination, values.of_optimizer(section)))
+        own = values.of_optimizer(section)
+        saved = {name for group in (own[1] if own else ()) for name in group["params"]}
+        own_trained = {p: trained[section][p] for p in parameters_of(optimizer)}
+        by_saved = _named_as_saved(own_trained, saved, of_models)
+        destination = OptimizerLoad(state, section, optimizer, by_saved, converted)
+        destinations.append((destination, own))
         notes += destination.notes
         problems += destination.problems
         found += destination.holdings.values()
@@ -253,7 +259,7 @@ def plan_load(
 def _found(
     state: SavedState, holdings: Sequence[Holding]
 ) -> tuple[list[Holding], list[str], set[str]]:
-    """Return those of a model's holdings that the files have, by their name there, and problems.
+    """Return those of a model's holdings that the files have, by their name there (others follow), and problems.
 
     And all names of the files that are taken: those of a tied parameter may be several tensors there.
     """
@@ -276,7 +282,9 @@ def _found(
         elif not _are_equal(state, names, holding):
             problems.append(f"untied {' and '.join(names)}")
         else:
-            found.append(holding._replace(names=(names[0],)))
+            aliases = [alias for name in names for alias in state.tensors[name].aliases]
+            every_name = dict.fromkeys((*names, *aliases, *holding.names))
+            found.append(holding._replace(names=tuple(every_name)))
     return found, problems, taken
 
 
@@ -313,16 +321,36 @@ def _of_other_kinds(state: SavedState, holdings: Sequence[Holding]) -> Iterator[
             yield f"dtype {name}: {saved.dtype} in the checkpoint, {holding.dtype} here"
 
 
-def _of_other_dtypes(state: SavedState, found: Sequence[Holding]) -> set[str]:
-    """Return names of parameters whose dtype in the files is another than here, as optimizers have them."""
-    names = set()
-    for holding in found:
-        saved = state.tensors[holding.name]
-        if saved.dtype != holding.dtype:
-            for full in (holding.name, *saved.aliases):
-                section, _, name = full.partition("/")
-                names |= {name, f"{section.partition('.')[2]}.{name}"}
-    return names
+def _in_optimizers(holding: Holding) -> list[str]:
+    """Return a parameter's names as optimizers may have them: with the model's key, and without."""
+    parts = [full.partition("/") for full in holding.names]
+    keyed = [f"{section.partition('.')[2]}.{name}" for section, _, name in parts]
+    return [*(name for _, _, name in parts), *keyed]
+
+
+def _named_as_saved(
+    trained: Mapping[nn.Parameter, Trained], saved: Collection[str], found: Sequence[Holding]
+) -> dict[nn.Parameter, Trained]:
+    """Return what an optimizer's parameters stand for, by the names that it has for them in the files (``saved``).
+
+    A tied one may have any of its names there, but no other parameter's. found: of the models, with all names.
+    """
+    tied: dict[str, list[str]] = {}
+    for names in map(_in_optimizers, found):
+        for name in names:  # where several models have one of this name: what is tied in all
+            tied[name] = [each for each in tied.get(name, names) if each in names]
+    taken = {name for entry in trained.values() for name in entry.names}
+
+    def as_saved(name: str) -> str:
+        if name not in saved:
+            free = (each for each in tied.get(name, ()) if each in saved and each not in taken)
+            taken.add(name := next(free, name))
+        return name
+
+    return {
+        parameter: dataclasses.replace(entry, names=tuple(map(as_saved, entry.names)))
+        for parameter, entry in trained.items()
+    }
 
 
 def _of_sections(
@@ -359,8 +387,7 @@ def _names_of(
     parameters = {
         section: [
             tuple(trained[section][p].names) if p in trained[section] else ()
-            for group in optimizer.param_groups
-            for p in group["params"]
+            for p in parameters_of(optimizer)
         ]
         for section, optimizer in optimizers.items()
     }

@@ -288,11 +288,11 @@ class EMA:
         """
         self._refuse_while_applied("load_state_dict()")
         self._follow_model()
-        averages = state["averages"]
-        names = {source.holding.name for source in self._sources.all}
-        if missing := sorted(names - set(averages)) or sorted(set(averages) - names):
+        own_names = {n: each.holding.name for each in self._sources.all for n in each.holding.names}
+        averages = {own_names.get(n, n): value for n, value in state["averages"].items()}
+        if others := sorted(self._averages.keys() ^ averages.keys()):
             raise StateError(
-                f"EMA: the averages and the model differ in {first_names(missing)}. "
+                f"EMA: the averages and the model differ in {first_names(others)}. "
                 "Load the averages of this model."
             )
         parts = {

@@ -28,7 +28,7 @@ from fullshard.plan.boxes import whole_box
 from fullshard.plan.layout import Shape
 from fullshard.state.sharded_tensors import place_on, placement_of
 from fullshard.state.structure import Structure, structure_of
-from fullshard.state.unit_parts import HeldBox, UnitParts, parts_of, slots_of
+from fullshard.state.unit_parts import HeldBox, UnitParts, parts_of
 from fullshard.torch_private import local_part
 
 _TORCH_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
@@ -135,10 +135,8 @@ def holdings_in(structure: Structure, *, writes: str) -> list[Holding]:
                 f"{holding.name} is on the meta device and has no memory. Call "
                 "model.to_empty(device=...) first."
             )
-    order: dict[str, int] = {}
-    for position, name in enumerate(_names_in_order(structure)):
-        order.setdefault(name, position)  # where a tied parameter comes first
-    return sorted(found, key=lambda holding: order.get(holding.name, len(order)))
+    order = {prefix: position for position, (prefix, _) in enumerate(structure.modules)}
+    return sorted(found, key=lambda each: order[each.name[: each.name.rfind(".") + 1]])
 
 
 def without_ddp(model: Any) -> Any:
@@ -277,19 +275,6 @@ def _of_no_unit(structure: Structure) -> Iterator[Holding]:
                 placement = BUFFER if holding.placement == REPLICATED else holding.placement
                 holding = holding._replace(placement=placement, is_buffer=True)
             yield holding
-
-
-def _names_in_order(structure: Structure) -> Iterator[str]:
-    """Yield the names of parameters and buffers in the order of modules, wherever they are kept."""
-    names: dict[int, list[str]] = {}
-    for unit, own in structure.units:
-        for places, each in zip(slots_of(unit), own, strict=True):
-            for module, _ in places:
-                names.setdefault(id(module), []).extend(each)
-    for prefix, module in structure.modules:
-        yield from names.get(id(module), ())
-        for name in (*module._parameters, *module._buffers):
-            yield f"{prefix}{name}"
 
 
 def _wrapped(local: torch.Tensor) -> torch.Tensor | None:

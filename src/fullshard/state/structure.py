@@ -18,8 +18,8 @@ class Structure(NamedTuple):
     modules: each with what its names begin with before sharding, "" or "layers.0."; in their order, and
         one that is in several places once for each.
     units: those that have parameters, in the order of modules. Per parameter, its names before sharding;
-        a tied one has several. Names that it has in another model, with which this one shares it, are
-        left out; it has none if its module was taken out of the model.
+        a tied one has several, in the order of modules. Names that it has in another model, with which this
+        one shares it, are left out; it has none if its module was taken out of the model.
     """
 
     modules: list[tuple[str, nn.Module]]
@@ -34,9 +34,11 @@ def structure_of(model: nn.Module) -> Structure:
     """
     modules = modules_in(whole_of(model))
     prefixes = prefixes_of(modules)
+    order = {prefix: position for position, (prefix, _) in enumerate(modules)}
 
     def names(places: list[tuple[nn.Module | None, str]]) -> list[str]:
-        return [pre + name for m, name in places for pre in prefixes.get(id(m), ())]
+        found = [(pre, name) for m, name in places for pre in prefixes.get(id(m), ())]
+        return [pre + name for pre, name in sorted(found, key=lambda each: order[each[0]])]
 
     states = states_in(module for _, module in modules)
     units = [(unit, [*map(names, slots_of(unit))]) for state in states for unit in state.units]
