@@ -343,11 +343,11 @@ _MOST_LINES = {
     "models": 1185,
     "optim": 2246,
     "peers": 3368,
-    "plan": 4140,
-    "planning": 6783,
+    "plan": 4138,
+    "planning": 6781,
     "state": 3290,
-    "tools": 17615,
-    "top": 2200,
+    "tools": 17635,
+    "top": 2220,
     "watch": 1515,
 }
 
