@@ -110,11 +110,14 @@ def test_a_known_run_is_predicted_as_it_was_measured() -> None:
 def test_a_change_has_its_effect(
     values: Mapping[str, str], is_longer: bool | None, is_larger: bool | None
 ) -> None:
-    before, after = predict_row(ROW), predict_row(ROW | values)
-    if is_longer is not None:
-        assert (after.step_s > before.step_s) is is_longer
-    if is_larger is not None:
-        assert (after.peak_nbytes > before.peak_nbytes) is is_larger
+    for notes in (ROW["notes"], "master=fp32; moe=experts=8,top_k=8,moe_ffn=512"):
+        row = changed(notes=notes)
+        before = predict_row(row)
+        after = predict_row(row | values | {"notes": f"{notes}; {values.get('notes', '')}"})
+        if is_longer is not None:
+            assert (after.step_s > before.step_s) is is_longer, notes
+        if is_larger is not None:
+            assert (after.peak_nbytes > before.peak_nbytes) is is_larger, notes
 
 
 MOE = "master=fp32; moe=experts=64,shared=2,top_k=6,moe_ffn=1408"
