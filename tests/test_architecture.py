@@ -344,7 +344,7 @@ _MOST_LINES = {
     "optim": 2246,
     "peers": 3368,
     "plan": 4139,
-    "planning": 6800,
+    "planning": 6807,
     "state": 3290,
     "tools": 17635,
     "top": 2220,
