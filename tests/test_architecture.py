@@ -346,8 +346,8 @@ _MOST_LINES = {
     "plan": 4139,
     "planning": 6807,
     "state": 3290,
-    "tools": 17635,
-    "top": 2220,
+    "tools": 17631,
+    "top": 2218,
     "watch": 1515,
 }
 
