@@ -344,10 +344,10 @@ _MOST_LINES = {
     "optim": 2246,
     "peers": 3368,
     "plan": 4140,
-    "planning": 6783,
+    "planning": 6807,
     "state": 3277,
-    "tools": 17615,
-    "top": 2201,
+    "tools": 17631,
+    "top": 2221,
     "watch": 1515,
 }
 

@@ -1,4 +1,4 @@
-"""JSON: that every reader takes (`json_text`), and reading what somebody else may have written, or damaged.
+"""JSON: that every reader takes (`json_text`, `write_whole`), and reading what somebody else may have written, or damaged.
 
 Nothing of that is believed before it was looked at:
 
@@ -8,6 +8,7 @@ The caller's function makes the error, as each room has classes and advice of it
 types as they are written in code: a dataclass for an object, a NamedTuple for a list with an item for each field.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -221,6 +222,25 @@ def _fields(
 def json_text(value: Any, **layout: Any) -> str:
     """Write a value as `json.dumps` does; numbers that are not finite become text, "nan"."""
     return json.dumps(_finite(value), allow_nan=False, **layout)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that appears when it is complete; a link stays one. Raises OSError.
+
+    What is no regular file, such as a pipe or a device, is written into: nothing must take its place.
+    """
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    path = Path(os.path.realpath(path))
+    partial = path.with_name(f"{path.name}.part")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def _finite(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Predictions of published runs: what is read of a row, what is written, and what is refused."""
 
 import csv
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from fullshard.planning.costs import SPREAD
 from fullshard.planning.published import (
     COLUMNS,
+    WORDS,
     RunsError,
     UnsupportedRowError,
     predict_row,
@@ -110,11 +112,14 @@ def test_a_known_run_is_predicted_as_it_was_measured() -> None:
 def test_a_change_has_its_effect(
     values: Mapping[str, str], is_longer: bool | None, is_larger: bool | None
 ) -> None:
-    before, after = predict_row(ROW), predict_row(ROW | values)
-    if is_longer is not None:
-        assert (after.step_s > before.step_s) is is_longer
-    if is_larger is not None:
-        assert (after.peak_nbytes > before.peak_nbytes) is is_larger
+    for notes in (ROW["notes"], "master=fp32; moe=experts=8,top_k=8,moe_ffn=512"):
+        row = changed(notes=notes)
+        before = predict_row(row)
+        after = predict_row(row | values | {"notes": f"{notes}; {values.get('notes', '')}"})
+        if is_longer is not None:
+            assert (after.step_s > before.step_s) is is_longer, notes
+        if is_larger is not None:
+            assert (after.peak_nbytes > before.peak_nbytes) is is_larger, notes
 
 
 MOE = "master=fp32; moe=experts=64,shared=2,top_k=6,moe_ffn=1408"
@@ -221,6 +226,8 @@ def test_what_is_not_given_is_the_least_that_fits() -> None:
         ({"notes": "train=banana"}, "train=banana is not known: took full"),
         ({"notes": "moe=experts=8,topk=2"}, "topk= is not known"),
         ({"ep": "2"}, "took no experts"),
+        ({"notes": "opt=sgd; opt=adamw"}, "opt= is given twice"),
+        ({"system": "ddp"}, "ddp does not shard"),
     ],
 )
 def test_what_is_assumed_is_said(values: Mapping[str, str], said: str) -> None:
@@ -229,6 +236,23 @@ def test_what_is_assumed_is_said(values: Mapping[str, str], said: str) -> None:
         "mlp=swiglu; precision=amp_bf16; opt=adamw8bit; moe=experts=8,shared=0,active_params_b=2"
     )
     assert not predict_row(changed(notes=known)).reason
+
+
+def test_notes_are_read_however_they_are_written() -> None:
+    told = predict_row(changed(notes="master=bf16; opt=sgd; moe=experts=8,top_k=2; train=lora"))
+    for notes in (
+        "master=bf16;opt=sgd;moe=experts=8,top_k=2;train=lora",
+        "ran twice, Master=BF16, OPT = SGD train=lora moe=experts=8,top_k=2, head_dim=128",
+    ):
+        assert predict_row(changed(notes=notes, system=" fsdp2 ")) == told
+
+
+def test_known_words_are_documented() -> None:
+    page = Path(__file__).parents[2] / "docs" / "planning.md"
+    text = " ".join(page.read_text().split())
+    for column, words in WORDS.items():
+        listed = rf"`{column}`(, `\w+`)* \({re.escape(', '.join(words))}\)"
+        assert re.search(listed, text), column
 
 
 def test_experts_and_latent_attention_are_read() -> None:

@@ -242,6 +242,9 @@ def test_units_that_stay_whole_save_time_and_fit() -> None:
     assert 0 < len(filled.unsharded) < SMALL.num_layers
     assert filled.memory.needed_nbytes <= limit
     assert whole.step_s < filled.step_s < base.step_s
+    space = SearchSpace((32,), (1,), (1,), (True,), checkpointing=("full",), offload=("none",))
+    found = search_training(SMALL, less, space=space)  # which plans the whole one as well, unasked
+    assert found.num_planned == found.num_choices == 2
 
 
 def rows(batch: int) -> Tensor:

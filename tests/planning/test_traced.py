@@ -583,6 +583,13 @@ class Remembering(Stack):
         return torch.stack(seen)
 
 
+class Twice(Stack):
+    """Calls its layers once more: autograd adds up both gradients of each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
 class InTurn(Stack):
     """Every second layer is recomputed in backward."""
 
@@ -600,6 +607,7 @@ def _nested() -> nn.Module:
 LAYERS: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
     "alike": (lambda: Stack([Wide() for _ in range(5)]), "", True),
     "whose outputs are kept": (lambda: Remembering([Wide() for _ in range(5)]), "", False),
+    "called twice": (lambda: Twice([Wide() for _ in range(5)]), "", False),
     "with units inside": (lambda: Stack([_nested() for _ in range(5)]), r"\d\.1", True),
     "with a unit inside one": (lambda: Stack([_nested() for _ in range(6)]), r"4\.1", True),
     "recomputed in turn": (lambda: InTurn([mlp(2, 8) for _ in range(8)]), "", False),

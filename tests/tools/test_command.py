@@ -19,6 +19,7 @@ import fullshard
 from fullshard import __main__ as command
 from fullshard.tools.cli import app
 from fullshard.tools.cli_options import _readable
+from fullshard.tools.exits import Exit
 from tests.fresh import command as program_of
 from tests.fresh import fullshard_in_fork, in_fresh_forks
 
@@ -220,3 +221,15 @@ def test_a_reader_that_ends_early_is_no_error(typed: str, tmp_path: Path) -> Non
     closed = "import os\nread, write = os.pipe()\nos.close(read)\nos.dup2(write, 1)\n"
     done = fullshard_in_fork(*words, before=closed)
     assert (done.code, done.err) == (1, "")
+
+
+@pytest.mark.parametrize("typed", ["train --help", "--version"])
+@pytest.mark.parametrize("where", ["os.open('/dev/full', os.O_WRONLY)", None])
+def test_output_that_cannot_be_written_is_one_line_and_a_code_of_its_own(
+    typed: str, where: str | None
+) -> None:
+    # Python that starts with a closed standard output has none.
+    closed = f"os.dup2({where}, 1)" if where else "os.close(1); sys.stdout = None"
+    done = fullshard_in_fork(*typed.split(), before=f"import os, sys\n{closed}\n")
+    assert (done.code, done.out) == (Exit.UNWRITABLE, "")
+    assert len(done.err.splitlines()) == 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from fullshard.tools import cli
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.plan_options import PlanOptions, quantity, shape_sizes
+from fullshard.tools.report import write_file
 
 GPU = ("--gpu", "H100-80GB-SXM")
 ON_8 = (*GPU, "--ranks", "8")
@@ -142,6 +145,40 @@ def test_a_table_of_runs_is_predicted(tmp_path: Path) -> None:
     missing = called("--runs", str(tmp_path / "none.csv"), "--out", str(out))
     assert missing.exit_code == Exit.USAGE
     assert "none.csv" in missing.output
+
+
+def test_what_is_no_file_is_written_into_and_stays(tmp_path: Path) -> None:
+    words = ("--shape", SHAPE, *ON_8, "--seq", "64")
+    for option in ("--out", "--page"):
+        folder = tmp_path / option
+        folder.mkdir()
+        pipe, heard, target = folder / "pipe", folder / "heard", folder / "target"
+        os.mkfifo(pipe)
+        with heard.open("wb") as file, subprocess.Popen(["cat", pipe], stdout=file) as reader:
+            try:
+                assert called(*words, option, str(pipe)).exit_code == Exit.OK
+                reader.wait(10)
+            finally:
+                reader.kill()
+        assert pipe.is_fifo()
+        (folder / "link").symlink_to(target)
+        assert called(*words, option, str(folder / "link")).exit_code == Exit.OK
+        assert target.read_text() == heard.read_text()
+        beside = ["trace.json"] if option == "--page" else []  # of the file, none of the pipe
+        names = ["heard", "link", "pipe", "target", *beside]
+        assert sorted(path.name for path in folder.iterdir()) == names
+
+
+def test_standard_output_may_be_the_file_to_write(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    link = tmp_path / "stdout"
+    link.symlink_to("/proc/self/fd/1")  # as /dev/stdout is; here a file
+    print("before")
+    write_file(link, "plan")
+    print("after")
+    assert capfd.readouterr().out == "before\nplan\nafter\n"
+    assert link.is_symlink()
 
 
 def test_a_machine_may_be_given_by_its_numbers() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 from fullshard.errors import FullshardError
-from fullshard.json_files import as_typed, read_json
+from fullshard.json_files import as_typed, read_json, write_whole
 from fullshard.plan.actions import Holding
 
 SCHEMA = "fullshard-trace/1"
@@ -204,9 +204,7 @@ class RankTrace:
         The file appears when it is complete.
         """
         path = folder / f"rank{self.rank:05d}.json"
-        partial = path.with_suffix(".part")
-        partial.write_text(json.dumps(self.as_json(), separators=(",", ":")), encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, json.dumps(self.as_json(), separators=(",", ":")))
         return path
 
     def as_json(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class WorkKind(enum.Enum):
     MATMUL = "matmul"
     ATTENTION = "attention"
     MEMORY = "memory"  # elementwise, norms, softmax, copies, embeddings: bytes alone
+    ROWS = "rows"  # copied by an index: bytes that come from no cache, and that no compiler saves
     EXCHANGE = "exchange"  # between ranks that share a layer or its experts, in line with computing
 
 

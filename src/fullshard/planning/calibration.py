@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from fullshard.errors import FullshardError
-from fullshard.json_files import json_text, read_json
+from fullshard.json_files import json_text, read_json, write_whole
 from fullshard.plan.actions import Action, ActionKind
 from fullshard.plan.step import PlannedStep
 from fullshard.plan.units import first_names
@@ -123,9 +123,7 @@ class MachineFigures:
 
     def write(self, path: Path) -> None:
         """Write it to a file, which appears when it is complete."""
-        partial = path.with_suffix(".part")
-        partial.write_text(json_text(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, json_text(dataclasses.asdict(self), indent=1) + "\n")
 
     def merged(self, other: "MachineFigures") -> "MachineFigures":
         """Return these figures, and of another measurement what these do not have, if that was of the same."""

@@ -111,6 +111,8 @@ class Costs:
                 constants = self.constants
                 share = constants.traffic_fused if self._manner.is_fused else constants.traffic
                 return work.nbytes / (self.machine.gpu.memory_rate * share)
+            case WorkKind.ROWS:
+                return work.nbytes / (self.machine.gpu.memory_rate * self.constants.traffic_fused)
             case WorkKind.EXCHANGE:
                 return self.collective_seconds(
                     ActionKind.ALL_GATHER, work.nbytes, work.shape[0], stride=work.shape[1]

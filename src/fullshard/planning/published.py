@@ -9,7 +9,7 @@ import csv
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,6 +57,11 @@ _NOTES = {
     "train": ("full", "lora"),
     "mlp": ("gated", "swiglu", "gelu2"),
 }
+_KEYS = "|".join((*_NOTES, "moe", "head_dim"))
+# A token lasts until `;`, or until another begins.
+_NOTE = re.compile(
+    rf"(?<![\w=])({_KEYS})\s*=\s*([^;]*?)\s*(?=;|$|[\s,]+(?:{_KEYS})\s*=)", re.IGNORECASE
+)
 _EXPERTS = ("experts", "top_k", "moe_ffn", "shared", "dense_layers")
 _OF_MOE = (*_EXPERTS, "mla", "active_params", "active_params_b")
 _NO_EXPERTS = (("shared", "0"), ("dense_layers", "0"))  # as where they are not given
@@ -67,9 +72,21 @@ _SYSTEMS = (
 _ZERO2 = "grad_op_replicated_params"
 _REPLICATED = ("optim", "optim_hybrid", _ZERO2, "none")
 _SHARDING_OF = {"zero1": "optim", "zero2": _ZERO2, "ddp": "none", "single": "none"}
-_YES_NO = ("yes", "no")
 _COMPILED = ("simplefsdp", "jax_fsdp", "megatron_fsdp", "thunder_fsdp", "yafsdp")
 _SHARDED = ("full", "hybrid", "grad_op")
+_DTYPES, _YES_NO = ("bf16", "fp16", "fp32"), ("yes", "no")
+# Columns of words, and those that are known.
+WORDS = {
+    "system": _SYSTEMS,
+    "sharding": (*_SHARDED, *_REPLICATED),
+    "param_dtype": _DTYPES,
+    "reduce_dtype": _DTYPES,
+    "act_ckpt": ("none", "selective", "full"),
+    "attention": ("flash", "sdpa", "triton", "flex", "eager"),
+    "offload": ("none", "params", "params+grads+optim"),
+    "mem_kind": ("allocated", "reserved", "unknown"),
+    **dict.fromkeys(("fp8", "compile", "tied_embeddings"), _YES_NO),
+}
 # Programs of their time step with one kernel, and print what their allocator has.
 _NEWER = ("fsdp2", "simplefsdp")
 # PyTorch's own engines, whose tensors come and go in the order of the host.
@@ -145,22 +162,17 @@ class _Row:
     def __init__(self, values: Mapping[str, str]) -> None:
         self._values = values
         self.assumed: list[str] = []  # columns that were not given, with what was taken
-        notes = (note.split("=", 1) for note in values.get("notes", "").split("; ") if "=" in note)
-        self.notes = {key: value for key, value in notes if key in (*_NOTES, "moe", "head_dim")}
+        notes = _NOTE.findall(self.text("notes").lower())
+        self.notes: dict[str, str] = dict(notes)
+        twice = sorted(key for key in self.notes if [each for each, _ in notes].count(key) > 1)
+        self.assumed += [f"{key}= is given twice: took the last" for key in twice]
 
     def text(self, column: str, default: str = "") -> str:
-        return self._values.get(column) or default
-
-    def choice(self, column: str, known: Sequence[str], default: str = "") -> str:
-        """Return a word. Raises UnsupportedRowError for one that is not known."""
-        word = self.text(column, default)
-        if word and word not in known:
-            raise UnsupportedRowError(f"{column} is {word!r}: expected {', '.join(known)}")
-        return word
+        return (self._values.get(column) or "").strip() or default
 
     def number(self, column: str, default: float | None = None) -> float:
         """Return a number. Raises UnsupportedRowError for text, and for nothing where there is no default."""
-        text = self._values.get(column) or ""
+        text = self.text(column)
         if not text:
             if default is None:
                 raise UnsupportedRowError(f"{column} is not given")
@@ -267,16 +279,14 @@ def _optimizer(row: _Row) -> Optimizer:
 
 def _check_words(row: _Row) -> None:
     """Raise UnsupportedRowError for words that no run has."""
-    row.choice("system", _SYSTEMS)
-    row.choice("sharding", (*_SHARDED, *_REPLICATED))
-    row.choice("param_dtype", ("bf16", "fp16", "fp32"))
-    row.choice("reduce_dtype", ("bf16", "fp16", "fp32"))
-    row.choice("act_ckpt", ("none", "selective", "full"))
-    row.choice("attention", ("flash", "sdpa", "triton", "flex", "eager"))
-    row.choice("offload", ("none", "params", "params+grads+optim"))
-    row.choice("mem_kind", ("allocated", "reserved", "unknown"))
-    for column in ("fp8", "compile", "tied_embeddings"):
-        row.choice(column, _YES_NO)
+    for column, known in WORDS.items():
+        if (word := row.text(column)) and word not in known:
+            raise UnsupportedRowError(f"{column} is {word!r}: expected {', '.join(known)}")
+    system, sharding = row.text("system"), _sharding(row)
+    if system in _SHARDING_OF and sharding in _SHARDED:
+        row.assumed.append(
+            f"{system} does not shard parameters, and sharding is {sharding}: took {sharding}"
+        )
     for note, known in _NOTES.items():  # not a closed list
         word = row.notes.get(note, known[0])
         if not re.match(f"({'|'.join(known)})(?![a-z])", word):

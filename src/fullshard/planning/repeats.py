@@ -126,7 +126,10 @@ class _Row:
 
 
 class Repeats:
-    """Calls of units while they are traced. Inside each, a row of its own begins."""
+    """Calls of units while they are traced. Inside each, a row of its own begins.
+
+    calls_again: a unit was called a second time, whose gradients autograd adds up: it is like no other one.
+    """
 
     def __init__(self, units: Mapping[str, nn.Module], recorder: Recorder) -> None:
         self._units = _kinds_of(units)
@@ -134,9 +137,13 @@ class Repeats:
         self._rows = [_Row()]
         self._open: list[tuple[int, Any]] = []
         self.num_skipped = 0
+        self.calls_again = False
+        self._called: set[int] = set()
 
     def look_up(self, unit: int, args: Any, kwargs: Any) -> Repeated | None:
         """Return what a call would be if it repeats an earlier one; else None, and `note` has to follow."""
+        self.calls_again |= unit in self._called
+        self._called.add(unit)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         hooks = saved_tensor_hooks(True)
         handed_on = self._handed_on(leaves, hooks)

@@ -349,7 +349,7 @@ class _Search:
             program=program_of(first.choice, first.unsharded, setup, single),
             launch=launch_line(setup),
             num_choices=len(choices),
-            num_planned=len(self._planned),
+            num_planned=len(self._planned.keys() & {*choices}),
             left_out=tuple(self._left_out.items()),
         )
 

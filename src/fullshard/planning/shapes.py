@@ -453,23 +453,24 @@ def _block(shape: TransformerShape, batch: MicroBatch, layer: int) -> Stretch:
     adapters, adapters_back = _adapter_work(shape, batch, layer)
     attention = _attention(shape, batch)
     moved, kept = _elementwise(shape, batch, layer)
+    moved_back = [each._replace(nbytes=2 * each.nbytes, count=2 * each.count) for each in moved]
     exchanged = _exchanges(shape, batch, layer)
     hidden_nbytes = batch.itemsize * tokens * shape.hidden / tensor
-    forward = (*multiply, *adapters, attention, moved, *exchanged)
+    forward = (*multiply, *adapters, attention, *moved, *exchanged)
     backward = (
         *exchanged,
         *into_inputs,
         *into_weights,
         *adapters_back,
         attention._replace(flops=2.5 * attention.flops, nbytes=2 * attention.nbytes),
-        moved._replace(nbytes=2 * moved.nbytes, count=2 * moved.count),
+        *moved_back,
     )
     recomputed: tuple[Work, ...] = ()
     saved, brought_back = kept, 0.0
     if batch.checkpointing == "full":
         recomputed, saved, brought_back = forward, hidden_nbytes, kept
     elif batch.checkpointing == "selective":
-        recomputed = (*multiply[1::2], *adapters, moved, *exchanged)
+        recomputed = (*multiply[1::2], *adapters, *moved, *exchanged)
         kept_products = [
             p for p in products[::2] if batch.kernels.keeps_unread or p != products[-1]
         ]
@@ -562,7 +563,9 @@ def _attention_kept(shape: TransformerShape, batch: MicroBatch) -> float:
     return batch.tokens * heads * (2 * shape.head_dim + 4)
 
 
-def _elementwise(shape: TransformerShape, batch: MicroBatch, layer: int) -> tuple[Work, float]:
+def _elementwise(
+    shape: TransformerShape, batch: MicroBatch, layer: int
+) -> tuple[list[Work], float]:
     """Return what moves bytes alone, and the bytes that a forward keeps without recomputation."""
     kernels, tensor, tokens = batch.kernels, batch.parts.tensor, batch.tokens
     products = _products(shape, batch, layer)
@@ -570,8 +573,9 @@ def _elementwise(shape: TransformerShape, batch: MicroBatch, layer: int) -> tupl
     is_attention = ("q", "k", "v", "kv_down", "kv_up")
     heads = sum(p.tokens * p.rows for p in products if p.name in is_attention)
     inner = sum(p.tokens * p.rows * p.num for p in products if p.name.endswith("in0"))
-    moved = hidden * 2 * (kernels.norm_moved + kernels.residual_moved)
-    moved += heads * kernels.rotary_moved + inner * kernels.gate_moved
+    nbytes = hidden * 2 * (kernels.norm_moved + kernels.residual_moved)
+    nbytes += heads * kernels.rotary_moved + inner * kernels.gate_moved
+    moved = [_memory(nbytes, "elementwise", kernels.num_launched)]
     kept = hidden * 2 * (kernels.norm_kept + 2) + 2 * heads + _attention_kept(shape, batch)
     kept += inner * (kernels.gate_kept + 2)
     if batch.autocasts:  # each product casts its input and its weights, and keeps them
@@ -581,11 +585,12 @@ def _elementwise(shape: TransformerShape, batch: MicroBatch, layer: int) -> tupl
         kept += 3 * sum(tokens * m.columns / tensor for m in _adapted(shape, layer))
     if shape.experts is not None and layer >= shape.experts.num_dense_layers:
         visited = hidden * shape.experts.top_k
-        moved += visited * 24  # sorted by expert, sent there, sent back, added up
+        # Sorted by expert, sent there, sent back, added up.
+        moved.append(Work(WorkKind.ROWS, 0.0, visited * 24, name="sorting"))
         # Each of them, and as they are sorted and weighed on both sides.
         kept += visited * (16 if batch.parts.expert > 1 else 4)
         kept -= 2 * (inner + visited) if batch.lora_rank else 0  # frozen experts need no inputs
-    return _memory(moved, "elementwise", kernels.num_launched), kept
+    return moved, kept
 
 
 def _embedding(shape: TransformerShape, batch: MicroBatch) -> Stretch:

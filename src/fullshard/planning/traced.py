@@ -127,8 +127,8 @@ def trace_workload(
     the module, for a model that cannot be run like this.
     """
     run = record_pass(Recorder(), model, example, units=units, options=options)
-    if run.repeats.num_skipped and not run.is_balanced:
-        # Something outside keeps what units return: which then was not made by those that are left out.
+    if run.repeats.num_skipped and (run.repeats.calls_again or not run.is_balanced):
+        # If not balanced, something outside keeps what units return, which those that are left out have not made.
         options = dataclasses.replace(options, reuses_equal=False)
         run = record_pass(Recorder(), model, example, units=units, options=options)
     return run.workload(example)

@@ -497,7 +497,9 @@ def _bound_by(
             for work in works[action.kind]:
                 of_kinds[work.kind] += costs.work_seconds(work)
     total = sum(of_kinds.values()) or 1.0
-    parts["memory traffic"] = computing * of_kinds[WorkKind.MEMORY] / total
+    parts["memory traffic"] = (
+        computing * (of_kinds[WorkKind.MEMORY] + of_kinds[WorkKind.ROWS]) / total
+    )
     parts["exchange"] = computing * of_kinds[WorkKind.EXCHANGE] / total
     parts["compute"] = computing - parts["memory traffic"] - parts["exchange"]
     return max(parts, key=lambda name: parts[name])

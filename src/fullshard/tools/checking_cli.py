@@ -184,6 +184,7 @@ def compare(
             )
     except OptionError as error:
         raise refuse("compare", error) from None
+    from fullshard.tools.report import write_file
     from fullshard.tools.verify import switch
 
     threads = threads_for(ranks, os.environ)
@@ -194,9 +195,12 @@ def compare(
     except KeyboardInterrupt:
         print("fullshard compare: stopped", file=sys.stderr)
         raise typer.Exit(Exit.FAILED) from None
-    if out is not None:
-        out.write_text(json_text(switch.as_dict(found), indent=2), encoding="utf-8")
     switch.show(found, layout="json" if as_json else "md" if as_md else "table")
+    if out is not None:
+        try:
+            write_file(out, json_text(switch.as_dict(found), indent=2))
+        except OptionError as error:
+            raise refuse("compare", error) from None
     raise typer.Exit(found.code)
 
 

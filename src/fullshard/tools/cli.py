@@ -290,8 +290,14 @@ def export(
         print(f"{exported.path}: {exported.num_tensors} tensors of {checkpoint}; {beside}")
 
 
+# Errors of writing, which no command lets through of a file that it was given.
+_UNWRITABLE = (errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC)
+
+
 def main() -> None:
     try:
+        if sys.stdout is None:  # closed, so that what is opened next would be in its place
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         try:
             app(prog_name="fullshard")
         finally:
@@ -301,6 +307,14 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(Exit.FAILED)
     except OSError as error:
+        if error.errno in _UNWRITABLE and error.filename is None:
+            with contextlib.suppress(OSError):
+                print(
+                    f"fullshard: standard output cannot be written: {error.strerror}.",
+                    file=sys.stderr,
+                )
+            sys.stdout = None  # at its end Python would try again
+            sys.exit(Exit.UNWRITABLE)
         if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
             raise
         print(f"fullshard: {str(error.filename)[:80]!r}: {error.strerror}.", file=sys.stderr)

@@ -12,5 +12,6 @@ class Exit(enum.IntEnum):
     RANK_LOST = 3
     DAMAGED = 4  # `fullshard ckpt verify`
     DIFFERENT = 5  # `fullshard ckpt diff`
+    UNWRITABLE = 74  # sysexits' EX_IOERR: standard output takes nothing
     STOPPED = 75  # sysexits' EX_TEMPFAIL: stopped on request, saved, to be resumed
     INTERRUPTED = 130  # as a shell says of SIGINT: asked to stop before the first step

@@ -1,6 +1,5 @@
 """The page of a run that did not happen: `fullshard plan --page`. It is drawn as the page of `fullshard report` is."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,8 +10,7 @@ from fullshard.plan.trace import RankTrace
 from fullshard.planning.search import SearchResult
 from fullshard.planning.traces import planned_traces
 from fullshard.planning.training import Suggestion, TrainingPlan
-from fullshard.tools.perfetto import chrome_trace
-from fullshard.tools.report import Written, render, trace_leads, write_file
+from fullshard.tools.report import Written, render, trace_leads, write_file, write_page
 from fullshard.tools.report_data import Figure, option_text, trace_data
 from fullshard.tools.trace_metrics import HOW
 
@@ -111,12 +109,9 @@ def write_plan_page(
     plan: TrainingPlan, out: Path, alternatives: Sequence[Alternative] = ()
 ) -> Written:
     """Write the page of a plan, and `trace.json` beside it. Raises OptionError where they cannot be written."""
-    trace_file = out.with_name("trace.json")
     data, more = plan_data(plan, alternatives)
-    write_file(out, render("report.html", data, **more), option="--page")
-    trace = json.dumps(chrome_trace(_traces(plan)), separators=(",", ":"))
-    write_file(trace_file, trace, option="--page")
-    return Written(out, trace_file)
+    text = render("report.html", data, **more)
+    return write_page(out, text, _traces(plan), option="--page")
 
 
 def _traces(plan: TrainingPlan) -> list[RankTrace]:

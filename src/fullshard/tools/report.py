@@ -6,7 +6,6 @@ RUN (tools/run_record.py)
 RUN/report.html, RUN/trace.json, or Markdown, or lines on a terminal
 """
 
-import contextlib
 import json
 import math
 import sys
@@ -18,8 +17,9 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 
-from fullshard.json_files import json_text
+from fullshard.json_files import json_text, write_whole
 from fullshard.plan.amounts import nanoseconds, nbytes
+from fullshard.plan.trace import RankTrace
 from fullshard.tools.advice import stalled, verdict
 from fullshard.tools.config import OptionError, check_file
 from fullshard.tools.doctor.findings import counted
@@ -61,13 +61,20 @@ def write_report(path: Path, out: Path | None = None, *, refresh_s: int | None =
     refresh_s: after how many seconds a browser loads the page again, of a run that goes on.
     """
     run = read_run(path)
-    page = out or RunFolder(path).report_file
-    trace = page.with_name("trace.json") if run.traces else None
     data = page_data(run, refresh_s=refresh_s)
     text = render("report.html", data, how_texts=HOW, **_sentences(run, data))
-    write_file(page, text)
-    if trace is not None:
-        write_file(trace, json.dumps(chrome_trace(run.traces), separators=(",", ":")))
+    return write_page(out or RunFolder(path).report_file, text, run.traces)
+
+
+def write_page(
+    page: Path, text: str, traces: Sequence[RankTrace], *, option: str = "--out"
+) -> Written:
+    """Write a page, and `trace.json` beside it if there are traces and the page is a file: beside a pipe there is nothing."""
+    write_file(page, text, option=option)
+    if not traces or not page.is_file():
+        return Written(page, None)
+    trace = page.resolve().with_name("trace.json")
+    write_file(trace, json.dumps(chrome_trace(traces), separators=(",", ":")), option=option)
     return Written(page, trace)
 
 
@@ -77,13 +84,12 @@ def write_file(path: Path, text: str, *, option: str = "--out") -> None:
     option: that named it. Raises OptionError where it cannot be written.
     """
     check_file(path, option)
-    partial = path.with_name(f"{path.name}.part")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        if path.exists() and path.samefile("/dev/stdout"):  # which may be a file, and is written on
+            print(text)
+        else:
+            write_whole(path, text)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise OptionError(
             f"{path}: cannot be written ({error.strerror}). Name another file with {option}."
         ) from error

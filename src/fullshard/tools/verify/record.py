@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fullshard.json_files import read_json
+from fullshard.json_files import read_json, write_whole
 from fullshard.tools.config import OptionError
 
 _OF_FOLLOWERS = ("PeerLostError", "PeerTimeoutError", "DivergenceError", "DistBackendError")
@@ -173,9 +173,7 @@ class Diary:
 
     def write(self) -> None:
         """Write the facts, all at once, so that what is there is complete."""
-        unfinished = self._folder / "run.json.part"
-        unfinished.write_text(json.dumps(dataclasses.asdict(self.run)))
-        unfinished.rename(self._folder / "run.json")
+        write_whole(self._folder / "run.json", json.dumps(dataclasses.asdict(self.run)))
 
     def write_tensors(self, name: str, content: Mapping[str, Any]) -> None:
         """Write tensors as a file: "step-1", or "start", with the prefix of a model's names before it."""
