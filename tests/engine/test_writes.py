@@ -638,7 +638,7 @@ def test_memory_that_torch_moves_to_share_it_with_a_process_goes_on_training(
                 local(tensor).detach().share_memory_()
 
     warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
-    for moment in range(4):
+    for moment in range(5):
         model, alone, batch = mlp(), mlp(), make_batch(16)
         alone.load_state_dict(model.state_dict())
         if face == "fully_shard":
@@ -652,6 +652,8 @@ def test_memory_that_torch_moves_to_share_it_with_a_process_goes_on_training(
             loss = mean_square(model(my_part(batch)))
             if (step, moment) == (1, 1):
                 share(shards)
+            if (step, moment) == (1, 4):
+                share(model.parameters())  # the root's are whole
             loss.backward()
             if (step, moment) == (1, 2):
                 share(shard.grad for shard in shards)

@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -78,7 +78,7 @@ class ShardBuffer:
         there are no direct parameters or if they have to be moved first.
     packed_region: packed shards of all ranks, rank by rank, if this rank can read them in place.
         For a flat bucket: the whole unsharded buffer.
-    memory: what keeps the memory, if ``flat`` alone does not.
+    memory: what keeps the memory of all of these.
     mapped_nbytes: bytes that all ranks of a host share for the bucket; 0 if they share no memory.
     """
 
@@ -87,7 +87,7 @@ class ShardBuffer:
     flat: torch.Tensor | None = None
     in_place: list[torch.Tensor] = dataclasses.field(default_factory=list)
     packed_region: Region | None = None
-    memory: torch.Tensor | None = None
+    memory: Any = None
     mapped_nbytes: int = 0
     last_landing: Landing | None = None
 

@@ -83,7 +83,7 @@ class PeerMemoryComm(StagingComm):
             flat = view(self.rank * bucket.shard_numel, (bucket.shard_numel,))
             region = view(0, (bucket.unsharded_numel,))
         return ShardBuffer(
-            bucket, shards, flat, gathered, Region(region), mapped_nbytes=len(memory)
+            bucket, shards, flat, gathered, Region(region), memory, mapped_nbytes=len(memory)
         )
 
     def all_gather(

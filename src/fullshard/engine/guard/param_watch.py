@@ -50,6 +50,8 @@ class Memory(Protocol):
     """The memory of a unit: `params.buffers.UnitBuffers`."""
 
     shards: list[torch.Tensor]
+    readable: list[torch.Tensor]
+    readable_addresses: list[int]
 
     stalls: bool
 
@@ -74,7 +76,8 @@ class Watched(Protocol):
 class Places(NamedTuple):
     """Where parameters were registered, and the unit's memory that they are over.
 
-    registries, names, registered: one per slot. held, addresses: one per parameter that an optimizer updates.
+    registries, names, registered: one per slot. held, addresses: one per parameter that an optimizer updates, and one
+        per whole parameter that is read where the shards of all ranks are.
     sharded, local, shapes: one per DTensor. pieces, looks: one per such parameter of a flat unit.
     """
 
@@ -199,14 +202,19 @@ class ParamWatch:
             addresses=[address for _, _, _, address in homes],
         )
         sharded, memory = [each for _, each, _, _ in homes], [each for _, _, each, _ in homes]
+        readable, readable_addresses = params.buffers.readable, params.buffers.readable_addresses
+        places.addresses.extend(readable_addresses)
         if params.flat_layout is None:
             self._places = places._replace(
-                sharded=sharded, local=memory, held=memory, shapes=list(map(_shape, memory))
+                sharded=sharded,
+                local=memory,
+                held=[*memory, *readable],
+                shapes=list(map(_shape, memory)),
             )
         else:
             self._places = places._replace(
                 pieces=sharded,
-                held=sharded,
+                held=[*sharded, *readable],
                 looks=list(map(_look, memory)),
             )
 

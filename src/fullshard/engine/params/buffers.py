@@ -43,6 +43,7 @@ bytes, and allocated by resizing it back; the tensors over it are not touched. T
 import ctypes
 import dataclasses
 import itertools
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ from fullshard.engine.runtime import Lane, Runtime
 from fullshard.plan.builders import regroup
 from fullshard.plan.layout import BucketLayout, UnitLayout
 from fullshard.plan.ways import KEPT_NBYTES
-from fullshard.torch_private import storage_uses
+from fullshard.torch_private import storage_uses, swap_memory
 
 
 @dataclasses.dataclass(slots=True)
@@ -136,6 +137,17 @@ class UnitBuffers:
         self.shards = [shards[index] for index in range(len(shards))]
         self.addresses = [shard.data_ptr() for shard in self.shards]
         self.flat_addresses = [shard.data_ptr() for shard in self.flat_shards]
+        # Whole parameters that are read where the shards of all ranks are.
+        self.readable = [each for buffer in self._buckets for each in buffer.in_place]
+        self.readable_addresses = [whole.data_ptr() for whole in self.readable]
+        # Each with its address, whether all of it is this rank's, and what keeps the memory.
+        self._homes = [
+            (tensor, tensor.data_ptr(), tensors is not buffer.in_place, buffer.memory)
+            for buffer in self._buckets
+            for tensors in (buffer.shards, [buffer.flat], buffer.in_place)
+            for tensor in tensors
+            if tensor is not None
+        ]
         # Shards over a smaller group, from forward to backward (`reshard_after_forward=N`).
         self._post_forward_shards: list[ShardBuffer] = []
         self._smaller_buckets: dict[tuple[int, int], BucketLayout] = {}  # by bucket and group size
@@ -151,15 +163,22 @@ class UnitBuffers:
     def bring_home(self) -> None:
         """Undo what ``share_memory_()`` does, and sending a tensor to another process: a storage gets other memory.
 
-        Ranks read the memory of before. It has the values of now afterwards, and the other process those.
+        Ranks read the memory of before. This rank's part of it has the values of now afterwards; the other process
+        keeps what it was sent.
         """
-        homes = [*zip(self.shards, self.addresses, strict=True)] if self._comm.size > 1 else []
-        for shard, address in (*homes, *zip(self.flat_shards, self.flat_addresses, strict=True)):
-            if shard.data_ptr() != address and shard.is_cpu and shard.numel():
-                memory = (ctypes.c_char * shard.nbytes).from_address(address)
-                home = torch.frombuffer(memory, dtype=shard.dtype)
-                home.copy_(shard.view(-1))
-                shard.set_(home.untyped_storage(), 0, shard.shape)  # type: ignore[call-overload]
+        for tensor, address, is_own, memory in self._homes:
+            if tensor.data_ptr() != address and tensor.is_cpu and tensor.numel():
+                words: Any = (ctypes.c_char * tensor.nbytes).from_address(address)
+                words.memory = memory  # which lives as long as a tensor over it
+                home = torch.frombuffer(words, dtype=tensor.dtype)
+                if is_own:
+                    home.copy_(tensor.view(-1))
+                if swap_memory is not None:  # so for all tensors over the storage
+                    swap_memory(tensor.untyped_storage(), home.untyped_storage())
+                elif is_own and (
+                    self._comm.size > 1 or any(tensor is each for each in self.flat_shards)
+                ):
+                    tensor.set_(home.untyped_storage(), 0, tensor.shape)  # type: ignore[call-overload]
 
     @property
     def shard_memory(self) -> list[torch.Tensor]:
@@ -215,7 +234,7 @@ class UnitBuffers:
         # right, as in a model that is not sharded.
         if not self.in_place or self._comm.size == 1:
             return private
-        return [*private, *(each.untyped_storage() for each in self._readable_in_place())]
+        return [*private, *(each.untyped_storage() for each in self.readable)]
 
     def own_uses(self, storages: dict[int, torch.UntypedStorage]) -> int:
         """Return how many references to these storages, in sum, are the unit's own.
@@ -227,7 +246,7 @@ class UnitBuffers:
         is taken for them.
         """
         self.forget_landings()  # else today's landing views would count as the unit's for good
-        in_place = {each.untyped_storage()._cdata for each in self._readable_in_place()}
+        in_place = {each.untyped_storage()._cdata for each in self.readable}
         uses = {address: storage_uses(address) for address in storages}
         for address in uses.keys() & in_place:
             known = self._in_place_uses.get(address, uses[address])
@@ -251,10 +270,6 @@ class UnitBuffers:
 
     def _landings(self) -> list[list[torch.Tensor]]:
         return [buffer.landing_views for buffer in self._buckets]
-
-    def _readable_in_place(self) -> list[torch.Tensor]:
-        """Return the unsharded direct parameters that lie in the shards' memory."""
-        return [each for buffer in self._buckets for each in buffer.in_place]
 
     def _uses(self) -> int:
         # Landing views come and go with gathers; counted, they would look like a user's.
