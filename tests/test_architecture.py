@@ -336,7 +336,7 @@ _MOST_LINES = {
     "engine": 12286,
     "faces": 1350,
     "fsdp1": 2400,
-    "fsdp2": 1010,
+    "fsdp2": 1012,
     "launching": 675,
     "live": 1633,
     "migrate": 920,

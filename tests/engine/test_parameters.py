@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -315,6 +316,16 @@ def test_tie_that_no_unit_contains_trains_as_one_parameter(api: Api, reshards: b
             assert isinstance(model[1 - owner].last.weight, DTensor)
             with torch.no_grad():
                 model(my_part(batch))
+
+        def gather_and_free(*_: object, user: Any = model[1 - owner]) -> None:
+            user.unshard()
+            user.reshard()
+
+        handle = model[owner].middle.register_forward_pre_hook(gather_and_free)
+        with torch.no_grad():
+            expected = my_part(alone[owner](batch))
+            torch.testing.assert_close(model[owner](my_part(batch)), expected)
+        handle.remove()
         for begin in (lambda each: each[1], lambda each: each, lambda each: each[0]):
             with torch.no_grad():
                 expected = my_part(begin(alone)(batch))
@@ -341,7 +352,7 @@ def test_tie_that_no_unit_contains_trains_as_one_parameter(api: Api, reshards: b
         for module in (alone[0].first, alone[0].last, alone[1].first, alone[1].last):
             module.weight = new
         user, without = model[1 - owner], alone[1 - owner]
-        del model, unit, tower, values, each, begin, sharded, loss, losses
+        del model, unit, tower, values, each, begin, sharded, loss, losses, gather_and_free
         gc.collect()
         with pytest.warns(UserWarning, match="weight of Linear was replaced.*untie them before"):
             user(my_part(batch))

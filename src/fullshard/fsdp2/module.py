@@ -34,7 +34,7 @@ from fullshard.fsdp2.communication import (
     use_separate_reduce_groups,
     use_symmetric_memory,
 )
-from fullshard.policies import Unused
+from fullshard.policies import TrainingState, Unused
 
 # Of the torch that runs: (2, 15). Where releases differ in what a call means, we follow the one that is
 # installed; docs/migrating.md has the table.
@@ -83,8 +83,12 @@ class FSDPModule:
     def reshard(self) -> None:
         """Free this module's unsharded parameters, and what `unshard` has gathered with them."""
         own, *others = _hooks(self).states
-        for unit in [*own.units, *(unit for each in others for unit in each.units if unit.is_held)]:
-            unit.settle()
+        held = [(each, unit) for each in others for unit in each.units if unit.is_held]
+        for state, unit in [*((own, unit) for unit in own.units), *held]:
+            if state is own or state.training_state is TrainingState.IDLE:
+                unit.settle()
+            else:  # its own forward goes on with it, and frees it
+                unit.is_held = False
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free parameters after forward, or keep them until backward, whatever `keep_unsharded` has chosen.
