@@ -226,6 +226,8 @@ def test_what_is_not_given_is_the_least_that_fits() -> None:
         ({"notes": "train=banana"}, "train=banana is not known: took full"),
         ({"notes": "moe=experts=8,topk=2"}, "topk= is not known"),
         ({"ep": "2"}, "took no experts"),
+        ({"notes": "moe=experts=6", "ep": "4"}, "does not divide 6 experts"),
+        ({"cp": "3"}, "does not divide 8 GPUs"),
         ({"notes": "opt=sgd; opt=adamw"}, "opt= is given twice"),
         ({"system": "ddp"}, "ddp does not shard"),
     ],
@@ -305,12 +307,10 @@ def test_a_shape_that_is_not_given_is_the_usual_one() -> None:
         ({"notes": "moe=experts=8,top_k=1.5"}, "whole number"),
         ({"notes": "moe=experts=8,dense_layers=33"}, "32 layers"),
         ({"notes": "moe=experts=8,mla=banana"}, "kv_lora_rank"),
-        ({"notes": "moe=experts=6", "ep": "4"}, "6 experts"),
         ({"notes": "moe=experts=16", "ep": "16"}, "8 GPUs"),
         ({"notes": "head_dim=64.5"}, "whole number"),
         ({"pp": "8", "num_layers": "4"}, "4 layers"),
         ({"tp": "4", "num_heads": "2", "num_kv_heads": "2"}, "2 heads"),
-        ({"cp": "3"}, "8 GPUs"),
     ],
 )
 def test_a_row_that_cannot_be_predicted_says_why(values: Mapping[str, str], said: str) -> None:

@@ -295,7 +295,7 @@ def _check_words(row: _Row) -> None:
 
 
 def _check_parts(row: _Row, shape: TransformerShape, parts: Parts, num_gpus: int) -> None:
-    """Raise UnsupportedRowError for experts that cannot be, and parts into which model or ranks are not divided."""
+    """Raise UnsupportedRowError for experts and parts of a model that cannot be; note those that are uneven."""
     if shape.experts is None and parts.expert > 1:
         row.assumed.append(f"ep is {parts.expert}, and there is no moe=: took no experts")
     experts, layers = shape.experts or Experts(parts.expert, 1, 1), shape.num_layers
@@ -314,8 +314,10 @@ def _check_parts(row: _Row, shape: TransformerShape, parts: Parts, num_gpus: int
         ("ep", parts.expert, in_stage, "GPUs of a pipeline's part"),
         ("cp", parts.context, in_stage // parts.tensor, "GPUs that pp and tp leave"),
     ):
-        if whole % value:
-            raise UnsupportedRowError(f"{name} is {value}, which does not divide {whole} {what}")
+        if value > whole > 0:
+            raise UnsupportedRowError(f"{name} is {value}, and there are {whole} {what}")
+        if whole % value:  # programs pad, or divide unevenly
+            row.assumed.append(f"{name} is {value}, which does not divide {whole} {what}")
 
 
 def _master(row: _Row) -> torch.dtype:
