@@ -346,7 +346,7 @@ _MOST_LINES = {
     "plan": 4140,
     "planning": 6809,
     "state": 3277,
-    "tools": 17631,
+    "tools": 17632,
     "top": 2221,
     "watch": 1515,
 }

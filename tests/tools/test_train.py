@@ -305,7 +305,7 @@ def test_a_ctrl_c_ends_ranks_that_are_waited_for_and_it_is_said_for_which(
 import os, signal, time
 from fullshard.tools import launch
 
-launch._AGAIN_S, launch._SILENT_S = 0.0, 0.3
+launch.GRACE_S, launch._AGAIN_S, launch._SILENT_S = 0.0, 0.0, 0.3
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # jobs in the background ignore it
 ended = launch.launch_forks(ranks=2, threads=1)
 if ended is None:

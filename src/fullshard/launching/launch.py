@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from fullshard.errors import LaunchError
-from fullshard.launching.processes import FunctionProcess, Meeting, Output, end_all
+from fullshard.launching.processes import GRACE_S, FunctionProcess, Meeting, Output, end_all
 from fullshard.launching.rank import Raised, Returned, Task
 from fullshard.launching.travel import pack, unpack
 from fullshard.local_ranks import num_gpus
@@ -23,7 +23,6 @@ from fullshard.local_ranks import num_gpus
 T = TypeVar("T")
 
 _LOOK_S = 0.1  # how long a death can go unseen
-_GRACE_S = 1.0  # for others' errors and output, after the first failure
 _LEAVE_S = 10.0  # for ranks to leave, after all have returned
 # How errors are called that follow from another rank's end.
 _FOLLOWING = {"PeerLostError", "DistNetworkError"}
@@ -159,7 +158,7 @@ def _follow(processes: list[FunctionProcess], endings: dict[int, _Ending]) -> No
                 break
             if deadline == float("inf"):
                 if any(not isinstance(ending, Returned) for ending in endings.values()):
-                    deadline = time.monotonic() + _GRACE_S
+                    deadline = time.monotonic() + GRACE_S
                 elif len(endings) == len(processes):
                     deadline = time.monotonic() + _LEAVE_S
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from fullshard.local_ranks import LAUNCHER_PID, threads_for
 
+GRACE_S = 1.0  # for others' errors and output, after the first failure
 END_S = 2.0  # between the request to end and the kill
 _DIE_S = 30.0  # after the kill
 _READ_NBYTES = 1 << 16

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from fullshard.launching.processes import END_S, Meeting, Process, kill_all, wait_for_end
+from fullshard.launching.processes import END_S, GRACE_S, Meeting, Process, kill_all, wait_for_end
 from fullshard.local_ranks import LAUNCHER_PID, num_gpus
 from fullshard.tools.doctor.findings import numbered
 from fullshard.tools.exits import Exit
@@ -185,6 +185,7 @@ def _launch(
             while not stop.asked:
                 codes = {process.rank: process.exit_code for process in processes}
                 if any(codes.values()):
+                    wait_for_end(processes, GRACE_S, lambda: bool(stop.asked))
                     _end(processes, signal.SIGTERM, stop)
                     return _ending_of(codes, processes)
                 if None not in codes.values():
