@@ -17,7 +17,7 @@ from fullshard.peers.diagnosis import (
     find_stuck,
     loss,
 )
-from fullshard.peers.status import STEADY_BEATS, GroupCounts, RankStatus, State, Verdict
+from fullshard.peers.status import NEW_GROUPS, STEADY_BEATS, GroupCounts, RankStatus, State, Verdict
 
 
 def _blocked(
@@ -32,8 +32,8 @@ def _blocked(
     )
 
 
-def _stuck(*statuses: RankStatus, world_size: int = 2) -> set[int]:
-    return find_stuck({each.rank: each for each in statuses}, world_size)
+def _stuck(*statuses: RankStatus) -> set[int]:
+    return find_stuck({each.rank: each for each in statuses})
 
 
 ours = _blocked(0, issued=7, place=42, state=State.WAITS)
@@ -42,7 +42,7 @@ barrier = _blocked(1, issued=8, place=41)
 
 def test_ranks_in_different_collectives_are_stuck() -> None:
     assert _stuck(ours, barrier) == {0, 1}
-    text = describe_stuck({0: ours, 1: barrier}, {0, 1}, 2)
+    text = describe_stuck({0: ours, 1: barrier}, {0, 1})
     assert "rank 0: waiting" in text
     assert "rank 1: in a collective" in text
 
@@ -69,7 +69,7 @@ def test_a_rank_that_nothing_is_known_of_may_still_come() -> None:
         replace(each, groups={"world": GroupCounts(3, *counts)})
         for each, counts in ((ours, (7, 42)), (barrier, (8, 41)))
     )
-    assert not _stuck(one, two, world_size=3)
+    assert not _stuck(one, two)
 
 
 def test_whoever_waits_for_a_rank_that_has_gone_is_stuck() -> None:
@@ -79,10 +79,10 @@ def test_whoever_waits_for_a_rank_that_has_gone_is_stuck() -> None:
         replace(barrier, state=State.RUNS, verdict=Verdict("...")),
     ):
         assert _stuck(ours, gone) == {0}
-    text = describe_stuck({0: ours, 1: replace(barrier, state=State.ENDED)}, {0}, 2)
+    text = describe_stuck({0: ours, 1: replace(barrier, state=State.ENDED)}, {0})
     assert text.startswith("Ranks do not end together: "), text
     failed = replace(barrier, state=State.ENDED, error="KeyError")
-    text = describe_stuck({0: ours, 1: failed}, {0}, 2)
+    text = describe_stuck({0: ours, 1: failed}, {0})
     assert "wait for rank 1" in text
 
 
@@ -90,7 +90,7 @@ def test_a_rank_behind_another_that_may_go_on_is_not_stuck() -> None:
     """0 waits for 1, 1 waits for 2, which computes."""
     statuses = [_blocked(0, 9, 9, size=3), _blocked(1, 8, 8, size=3)]
     last = RankStatus(2, State.RUNS, beat=9, groups={"world": GroupCounts(3, 7, 7)})
-    assert not _stuck(*statuses, last, world_size=3)
+    assert not _stuck(*statuses, last)
 
 
 def test_ranks_of_different_groups_may_wait_in_a_circle() -> None:
@@ -105,13 +105,17 @@ def test_ranks_of_different_groups_may_wait_in_a_circle() -> None:
         }
         return RankStatus(rank, State.CALLS, beat=STEADY_BEATS, groups=counts)
 
-    assert _stuck(*map(status, range(3)), world_size=3) == {0, 1, 2}
+    assert _stuck(*map(status, range(3))) == {0, 1, 2}
 
 
-def test_a_call_that_all_ranks_have_to_make_needs_no_counter() -> None:
-    """`new_group` meets through the store."""
-    meeting = replace(barrier, groups={"world": GroupCounts(2, 7, 41)}, meets_all=True)
-    assert _stuck(ours, meeting) == {0, 1}
+def test_a_rank_that_makes_a_group_waits_for_those_that_have_not_begun_to() -> None:
+    """`new_group` meets through the store. Who has left it already, and waits for one that is slow in it, is not stuck."""
+    one, other = (
+        {"world": GroupCounts(2, 7, 41), NEW_GROUPS: GroupCounts(2, n, 0)} for n in (3, 2)
+    )
+    meeting = replace(barrier, op="", groups=one, waited=(NEW_GROUPS,))
+    assert _stuck(replace(ours, groups={**ours.groups, NEW_GROUPS: other[NEW_GROUPS]}), meeting)
+    assert not _stuck(replace(ours, groups={**ours.groups, NEW_GROUPS: one[NEW_GROUPS]}), meeting)
     assert not _stuck(replace(meeting, rank=0), meeting)
 
 
@@ -149,7 +153,7 @@ def test_stuck_ranks_are_blocked_and_wait_for_none_that_may_go_on(
         rank: RankStatus(rank, state, beat, groups={"world": GroupCounts(size, issued, place)})
         for rank, (state, beat, issued, place) in enumerate(states)
     }
-    stuck = find_stuck(statuses, size)
+    stuck = find_stuck(statuses)
     for rank in stuck:
         assert statuses[rank].is_blocked
         mine = statuses[rank].groups["world"]

@@ -35,7 +35,7 @@ from fullshard.peers.paths import (
     said,
     without_gradients,
 )
-from fullshard.peers.status import STEADY_BEATS, RankStatus, State, Tails, Verdict
+from fullshard.peers.status import NEW_GROUPS, STEADY_BEATS, RankStatus, State, Tails, Verdict
 
 _ASKED_TO_END = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 _NAMES_SHOWN = 6  # parameters in a message
@@ -151,32 +151,27 @@ def first_mismatch(tails: Mapping[int, Tails]) -> tuple[str, int, Mapping[int, s
 # Ranks that stand still
 
 
-def judge(own: RankStatus, statuses: Mapping[int, RankStatus], world_size: int) -> Verdict | None:
+def judge(own: RankStatus, statuses: Mapping[int, RankStatus]) -> Verdict | None:
     """Return the verdict for this rank if it can never go on. statuses: of all ranks that have posted one, and ``own``."""
     # The collectives on its device will never end, though it may not wait for them yet.
     ended = ended_without(own, statuses)
-    stuck = {own.rank} if ended else find_stuck(statuses, world_size)
+    stuck = {own.rank} if ended else find_stuck(statuses)
     if own.rank not in stuck:
         return None
     others = [each for rank, each in sorted(statuses.items()) if rank != own.rank]
     for each in others:
         if each.verdict is not None:
             return Verdict(each.verdict.text, each.verdict.is_loss, ranks=stuck)
-    text = describe_stuck(statuses, stuck, world_size, ended)
+    text = describe_stuck(statuses, stuck, ended)
     has_failed = any(each.state is State.ENDED and each.error for each in others)
     return Verdict(text, is_loss=has_failed, ranks=stuck)
 
 
-def waits_for(
-    status: RankStatus, statuses: Mapping[int, RankStatus], world_size: int
-) -> set[int] | None:
+def waits_for(status: RankStatus, statuses: Mapping[int, RankStatus]) -> set[int] | None:
     """Return the ranks that a blocked rank waits for; None if one of them may be unknown."""
     found: set[int] = set()
-    if status.meets_all:
-        same = {r for r, each in statuses.items() if each.meets_all and each.where == status.where}
-        return set(statuses) - same if len(statuses) == world_size else None
     for key, counts in status.groups.items():
-        if status.waited and key not in status.waited:
+        if key not in (status.waited or status.groups.keys() - {NEW_GROUPS}):
             continue
         members = {rank: each for rank, each in statuses.items() if key in each.groups}
         found |= {rank for rank, each in members.items() if _waits(status, each, key)}
@@ -201,12 +196,12 @@ def _waits(one: RankStatus, other: RankStatus, key: str) -> bool:
     return one.state is State.CALLS and other.in_group == key and its.place > mine.place
 
 
-def find_stuck(statuses: Mapping[int, RankStatus], world_size: int) -> set[int]:
+def find_stuck(statuses: Mapping[int, RankStatus]) -> set[int]:
     """Return the ranks that can never go on, as all that they wait for are blocked or gone."""
     waits: dict[int, set[int]] = {}
     for rank, status in statuses.items():
         if status.is_blocked:
-            found = waits_for(status, statuses, world_size)
+            found = waits_for(status, statuses)
             if found:  # a rank that waits for nobody we know of may yet go on
                 waits[rank] = found
     # Ranks that wait for one that may go on may go on themselves, and so forth.
@@ -257,7 +252,6 @@ def describe_still(statuses: Mapping[int, RankStatus], world_size: int, seconds:
 def describe_stuck(
     statuses: Mapping[int, RankStatus],
     stuck: set[int],
-    world_size: int,
     ended: Collection[int] = (),
 ) -> str:
     """Say what each stuck rank does and who is missing. The same words on every rank.
@@ -266,7 +260,7 @@ def describe_stuck(
     """
     involved = {*stuck, *ended}
     for rank in stuck:
-        involved |= waits_for(statuses[rank], statuses, world_size) or set()
+        involved |= waits_for(statuses[rank], statuses) or set()
     gone = {rank for rank in involved if statuses[rank].has_gone}
     seen = said({rank: str(statuses[rank]) for rank in involved})
     if any(statuses[rank].error or statuses[rank].verdict for rank in gone):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fullshard.errors import FullshardError
 from fullshard.host import process_state
 from fullshard.peers.flight_record import flight_records, key_of
-from fullshard.peers.status import GroupCounts, State
+from fullshard.peers.status import NEW_GROUPS, GroupCounts, State
 from fullshard.torch_private import distributed_world
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -39,7 +39,7 @@ _BLOCKING = tuple(
 _WRAPPERS = {"wrapper", "inner", "inner_func", "decorate_context", "fn"}
 _BETWEEN_TWO = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list"}
 _BETWEEN_TWO |= {"recv_object_list", "_coalescing_manager"}
-# They meet all ranks of the job through the store, which counts nothing.
+# They meet all ranks of the job, or with ``use_local_synchronization`` those of the new group.
 _MEETING_ALL = {"new_group", "_new_group_with_tag", "_store_based_barrier", "init_process_group"}
 # The innermost Python function of a thread that waits for a backward.
 _BACKWARD, _AUTOGRAD = "_engine_run_backward", _TORCH + "autograd" + os.sep
@@ -55,7 +55,7 @@ def call_of(frame: types.FrameType | None) -> dict[str, Any] | None:
         frame = frame.f_back  # operators, which have frames of their own
     if frame is None or not _is_in(frame, *_BLOCKING):
         return None
-    names, public = [], ""
+    names, public, is_local = [], "", False
     # A coalesced or functional one names its group in another way.
     group = frame.f_locals.get("group", ()) if "work" in frame.f_locals else ()
     group = dist.group.WORLD if group is None else group
@@ -66,6 +66,7 @@ def call_of(frame: types.FrameType | None) -> dict[str, Any] | None:
             frame = frame.f_back
             continue
         names.append(name)
+        is_local |= bool(frame.f_locals.get("use_local_synchronization"))
         # The outermost function with a name for users, which the program or fullshard called.
         if name.isidentifier() and not name.startswith("_"):
             public = (
@@ -75,6 +76,9 @@ def call_of(frame: types.FrameType | None) -> dict[str, Any] | None:
     if _BETWEEN_TWO & set(names):
         return None
     name = public or "a collective of torch.distributed"
+    makes_group = bool(_MEETING_ALL & set(names))
+    if makes_group and not is_local:
+        waited = (NEW_GROUPS,)
     # The outermost one is what the program called.
     ours = ""
     while frame is not None and not _is_program(frame):
@@ -84,9 +88,8 @@ def call_of(frame: types.FrameType | None) -> dict[str, Any] | None:
     return {
         "state": State.CALLS,
         "where": f"{name}, for fullshard's {ours}" if ours else name,
-        "op": next(iter(names), ""),
+        "op": "" if makes_group else next(iter(names), ""),
         "waited": waited,
-        "meets_all": bool(_MEETING_ALL & set(names)),
     }
 
 
@@ -221,6 +224,7 @@ def counts_of_groups() -> dict[str, GroupCounts]:
     found = {
         record.key: GroupCounts(len(record.ranks), 0, record.place) for record in flight_records()
     }
+    found[NEW_GROUPS] = GroupCounts(dist.get_world_size(), distributed_world.group_count, 0)
     group: Any
     for group in list(distributed_world.pg_map):
         with contextlib.suppress(RuntimeError, AttributeError):  # of backends that do not count

@@ -22,6 +22,10 @@ class State(str, enum.Enum):
     ENDED = "ended"  # its program has ended
 
 
+# A key of `RankStatus.groups`, for all ranks of the job: of the groups that they have begun to make together. Their names are
+# counted, and they meet in the store, which counts nothing.
+NEW_GROUPS = "new groups"
+
 # The last entries of flight records, by group: place, checksum, moment and text.
 Tails = Mapping[str, Sequence[tuple[int, int, str]]]
 
@@ -71,7 +75,6 @@ class RankStatus:
         and for groups of fullshard's own.
     tails: of each group whose flight record is not in shared memory.
     has_threads: whether other threads of its process run code of the program.
-    meets_all: whether it waits for every rank of the job, which no counter shows.
     on_device: keys of the groups whose collectives run on a device, for which it may wait while it runs.
     has_left: whether it destroyed its process groups before it ended, so that ``groups`` are of before.
     error: the exception that ended it; empty if there is none.
@@ -92,7 +95,6 @@ class RankStatus:
     in_group: str = ""
     tails: Tails = dataclasses.field(default_factory=dict)
     has_threads: bool = False
-    meets_all: bool = False
     on_device: tuple[str, ...] = ()
     has_left: bool = False
     error: str = ""

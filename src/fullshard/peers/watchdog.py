@@ -257,7 +257,7 @@ class Watchdog:
                 counts = {record.key: GroupCounts(len(record.ranks), 0, 0)}
                 said = "a signal, or by os._exit"
                 statuses[rank] = RankStatus(rank, State.ENDED, groups=counts, error=said)
-        return judge(own, statuses, self._world_size)
+        return judge(own, statuses)
 
     def _deliver(self, verdict: Verdict, own: RankStatus) -> None:
         """Have the rank raise a verdict."""
