@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import copy
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from tests.api import Api
@@ -251,6 +254,70 @@ def test_outputs_may_be_nested_in_containers(api: Api) -> None:
     assert out["n"] == 3
     mean_square(out["parts"][1][0]).backward()
     assert_gradients_are_parts_of(model, full_gradients(alone))
+
+
+class _Notes(nn.Linear):
+    """Writes to all kinds of containers that it is given, and reads what is there."""
+
+    def forward(self, x: Tensor, notes: dict[str, Any], *, cache: _Cache) -> Tensor:
+        out = super().forward(x)
+        cache.kept.append(out.mean())
+        out = out * cache.kept[0] * len(cache.kept)
+        notes["all"].append(out.mean())
+        notes["sum"] = notes.get("sum", 0) + sum(notes["all"]) + notes["last"][0].of
+        notes["last"].append(_Note(out.amax()))
+        notes["last"][1].of = notes["last"][1].of * 2
+        if len(notes["all"]) == 4:
+            raise RuntimeError("enough")
+        return out
+
+
+@dataclasses.dataclass
+class _Note:
+    of: Tensor
+
+
+class _Cache:
+    """Is known to pytree, as caches of keys and values may be."""
+
+    def __init__(self, kept: Sequence[Tensor] = ()) -> None:
+        self.kept = [*kept]
+
+
+pytree.register_pytree_node(_Cache, lambda cache: (cache.kept, None), lambda kept, _: _Cache(kept))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@on_ranks(2)
+def test_unit_may_write_to_containers_that_it_is_given(api: Api, dtype: torch.dtype | None) -> None:
+    def run(model: nn.Sequential, batch: Tensor, notes: dict[str, Any]) -> Tensor:
+        cache = _Cache()
+        for layer in model:
+            batch = layer(batch, notes, cache=cache)
+        return batch.mean() + notes["sum"] + notes["last"][-1].of
+
+    def fresh_notes() -> dict[str, Any]:
+        first = _Note(torch.ones((), requires_grad=True))
+        return {"all": [], "last": collections.deque([first, copy.copy(first)])}
+
+    model, batch = nn.Sequential(*(_Notes(16, 16) for _ in range(3))), make_batch(16)
+    alone, expected, notes = copy.deepcopy(model), fresh_notes(), fresh_notes()
+    loss = run(alone, batch, expected)
+    loss.backward()
+    for layer in model:
+        api.fully_shard(layer, mp_policy=api.MixedPrecisionPolicy(param_dtype=dtype))
+    api.fully_shard(model)
+    first, tolerance = notes["last"][0].of, 0.0 if dtype is None else 0.1
+    assert run(model, batch, notes).item() == pytest.approx(loss.item(), abs=tolerance, rel=1e-5)
+    run(model, batch, fresh_notes()).backward()
+    if dtype is None:
+        assert_gradients_are_parts_of(model, full_gradients(alone))
+    assert notes["last"][0].of is first
+    assert len(notes["all"]) == len(notes["last"]) - 2 == 3
+    with pytest.raises(RuntimeError, match="enough"):
+        model[0](batch, notes, cache=_Cache())
+    assert notes["last"][0].of is first, "put back"
+    assert len(notes["all"]) == 4
 
 
 @on_ranks(2)

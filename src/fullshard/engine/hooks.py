@@ -70,11 +70,13 @@ from fullshard.engine.nodes import (
 )
 from fullshard.engine.observer import watchers
 from fullshard.engine.precision import (
+    Swap,
     cast_inputs,
     cast_outputs,
     differentiable_tensors,
     map_tensors,
     replace_differentiable,
+    undo_swaps,
 )
 from fullshard.engine.runtime import eager, passing_through
 from fullshard.engine.unit import Unit, UnitPhase
@@ -112,6 +114,7 @@ class Hooks:
         self.backward_prefetch: list[Hooks] = []
         self._calls_itself = False  # the forward under way has called its own module again
         self.called = "forward"  # the method whose call has begun, while `before_forward` runs
+        self._in_method: list[Swap] | None = None  # what that has to undo, meanwhile
         self.methods: list[tuple[weakref.ref[nn.Module], str, Callable[..., Any]]] = []
         self._handles: list[RemovableHandle] = []
         self._registered: list[Registered] = []  # of state dicts that are being made
@@ -202,11 +205,12 @@ class Hooks:
         if len(state._modules) > 1 and not state.to_run:
             state.to_run = {id(module) for module in state.modules}
         state.training_state = TrainingState.FORWARD
+        swaps: list[Swap] = []
         if begins:
             device = state.all_units[0].device
             if device.type != "cpu":  # as PyTorch does; the host does not wait
                 args, kwargs = map_tensors(
-                    lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs)
+                    lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs), swaps
                 )
             caller = _caller() if len(state._modules) == 1 else None
             if iteration.has_skipped:
@@ -215,7 +219,7 @@ class Hooks:
             state.look_for_strays()
         policy = state.all_units[0].config.mp_policy
         if policy.param_dtype is not None:
-            args, kwargs = cast_inputs(policy, args, kwargs)
+            args, kwargs = cast_inputs(policy, args, kwargs, swaps)
         iteration.begin_units(
             units,
             joined=state.joined,
@@ -230,7 +234,9 @@ class Hooks:
                     iteration.start_forward_unshard(unit)
             # Of a group, only the inputs of the first module: backward comes to them last.
             if units and torch.is_grad_enabled():
-                args, kwargs = self._mark_inputs(args, kwargs)
+                args, kwargs = self._mark_inputs(args, kwargs, swaps)
+        if swaps:
+            self._undo_after(module, swaps)
         return args, kwargs
 
     @passing_through
@@ -250,14 +256,17 @@ class Hooks:
         if self._loan is not None:
             args, kwargs = self._loan.begin(module, args, kwargs)
         self.called = name
+        swaps = self._in_method = []
         try:
             args, kwargs = self.before_forward(module, args, kwargs)
         finally:
             self.called = "forward"
+            self._in_method = None
         num_faked = len(self._faked)
         try:
             output = method(module, *args, **kwargs)
         except BaseException:
+            undo_swaps(swaps)
             self._end_fake(num_faked)
             iteration = self.state.known_iteration
             root = None if iteration is None or iteration.root is None else iteration.root()
@@ -266,6 +275,8 @@ class Hooks:
                 iteration.hide_flat()
             raise
         output = self.after_forward(module, args, output)
+        if swaps:  # a call of a function would be a frame to compile
+            undo_swaps(swaps)
         return output if self._loan is None else self._loan.end(module, args, output)
 
     def wrap_method(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
@@ -321,14 +332,15 @@ class Hooks:
     # 2. Identity on inputs: marks the end of the module's backward
 
     def _mark_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], swaps: list[Swap]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the inputs with one autograd node on those that require a gradient."""
+        """Return the inputs with one autograd node on those that require a gradient. swaps: see `map_tensors`."""
         if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):  # nearly always
             return (mark_after_backward(self, args) if args[0].requires_grad else args), kwargs
-        inputs = differentiable_tensors(args)
+        # In classes of the program's nothing is marked: they would have to be copied, and writes to them be lost.
+        inputs = differentiable_tensors(args, opens_all=False)
         if kwargs:
-            inputs += differentiable_tensors(kwargs)
+            inputs += differentiable_tensors(kwargs, opens_all=False)
         if not inputs:
             return args, kwargs  # 7 stands in for 6
         marked = mark_after_backward(self, inputs)
@@ -336,8 +348,21 @@ class Hooks:
         if not kwargs and len(inputs) == len(args) and all(map(operator.is_, inputs, args)):
             return marked, kwargs
         rest = iter(marked)
-        args = replace_differentiable(args, rest)
-        return args, replace_differentiable(kwargs, rest) if kwargs else kwargs
+        args = replace_differentiable(args, rest, swaps)
+        return args, replace_differentiable(kwargs, rest, swaps) if kwargs else kwargs
+
+    def _undo_after(self, module: nn.Module, swaps: list[Swap]) -> None:
+        """Give the caller's containers their own tensors back once the call that begins is over, however it ends."""
+        if self._in_method is not None:
+            self._in_method.extend(swaps)
+            return
+
+        def end(*_: Any) -> None:
+            if not self._calls_itself or self._num_calls() == 1:
+                handle.remove()
+                undo_swaps(swaps)
+
+        handle = module.register_forward_hook(end, always_call=True)
 
     # 3. After forward: reshard
 
