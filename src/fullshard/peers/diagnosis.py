@@ -175,6 +175,8 @@ def waits_for(
     if status.meets_all:
         same = {r for r, each in statuses.items() if each.meets_all and each.where == status.where}
         return set(statuses) - same if len(statuses) == world_size else None
+    if status.late:
+        return {*status.late} if statuses.keys() >= {*status.late} else None
     for key, counts in status.groups.items():
         if status.waited and key not in status.waited:
             continue
@@ -276,7 +278,8 @@ def describe_stuck(
     else:
         text = (
             f"Ranks wait for each other, and none can continue: {seen}. Let every rank make the same calls "
-            "in the same order. What one rank does alone must not need the others."
+            "in the same order. What one rank does alone must not need the others. After a DivergenceError that the program "
+            "caught, destroy the process groups and make new ones."
         )
     return counting(text)
 
