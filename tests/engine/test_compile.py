@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
@@ -107,6 +107,19 @@ def test_wrapped_blocks_are_full_graphs(api: Api, name: str) -> None:
     assert_same(run, train(api, eagerly(PROGRAMS[name]), backend=AOT))
     assert set(run.layers) == {2}
     assert run.num_graphs[2:] == [run.num_graphs[1]] * (len(run.num_graphs) - 2)
+    with pytest.raises(ValueError, match="its own"):  # and nothing of the compiler's or ours
+        _compile_what_raises(api, PROGRAMS[name].face)
+
+
+def _compile_what_raises(api: Api, face: str) -> None:
+    class Raising(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("its own")
+
+    model = api.FullyShardedDataParallel(
+        Raising(4, 4), use_orig_params=face == "wrapper", device_id=torch.device("cpu")
+    )
+    torch.compile(model, backend=AOT)(torch.ones(2, 4))
 
 
 @pytest.mark.apis("process_group")  # with memory of its own; the programs below share it

@@ -317,15 +317,17 @@ def test_tie_that_no_unit_contains_trains_as_one_parameter(api: Api, reshards: b
             with torch.no_grad():
                 model(my_part(batch))
 
-        def gather_and_free(*_: object, user: Any = model[1 - owner]) -> None:
-            user.unshard()
-            user.reshard()
+        for runs in (owner, 1 - owner):  # and goes on to use what the other one frees
 
-        handle = model[owner].middle.register_forward_pre_hook(gather_and_free)
-        with torch.no_grad():
-            expected = my_part(alone[owner](batch))
-            torch.testing.assert_close(model[owner](my_part(batch)), expected)
-        handle.remove()
+            def gather_and_free(*_: object, other: Any = model[1 - runs]) -> None:
+                other.unshard()
+                other.reshard()
+
+            handle = model[runs].middle.register_forward_pre_hook(gather_and_free)
+            with torch.no_grad():
+                expected = my_part(alone[runs](batch))
+                torch.testing.assert_close(model[runs](my_part(batch)), expected)
+            handle.remove()
         for begin in (lambda each: each[1], lambda each: each, lambda each: each[0]):
             with torch.no_grad():
                 expected = my_part(begin(alone)(batch))

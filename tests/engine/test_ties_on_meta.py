@@ -18,10 +18,11 @@ class _Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16, bias=False)
-        self.second.weight = self.first.weight
+        self.third = nn.Sequential(nn.Linear(16, 16, bias=False))
+        self.third[0].weight = self.second.weight = self.first.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).tanh())
+        return self.third(self.second(self.first(x).tanh()))
 
 
 def _on_meta() -> Any:
@@ -32,23 +33,29 @@ def _on_meta() -> Any:
 pytestmark = pytest.mark.ours("unties them")
 
 
-@pytest.mark.parametrize("shards", ["root", "both", "none"])
+@pytest.mark.parametrize("shards", ["root", "all", "apart", "none"])
 @on_ranks(2)
 def test_to_empty_of_a_sharded_module(api: Api, shards: str) -> None:
     model = _on_meta()
-    if shards == "both":
-        api.fully_shard(model.first, mesh=mesh_of(2))
-        api.fully_shard(model.second, mesh=mesh_of(2))
-    api.fully_shard(
-        model, mesh=mesh_of(2), ignored_params=set(model.parameters()) if shards == "none" else None
-    )
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.1)
-    assert len(list(model.parameters())) == 2
-    model(make_batch(16)).sum().backward()
-    assert model.first.weight is model.second.weight
+    if shards in ("all", "apart"):
+        for module in (model.second, model.first, model.third):  # the first owns the weight
+            api.fully_shard(module, mesh=mesh_of(2))
+    if shards != "apart":
+        ignored = set(model.parameters()) if shards == "none" else None
+        api.fully_shard(model, mesh=mesh_of(2), ignored_params=ignored)
+    outputs = []
+    for emptied in (model, model, model.third, model.third[0]):
+        if shards in ("root", "none") and emptied is not model:
+            continue  # which unties what is in no unit of its own
+        emptied.to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.1)
+        assert len(list(model.parameters())) == 2
+        outputs.append(model(make_batch(16)).sum())
+        outputs[-1].backward()
+        assert model.first.weight is model.second.weight is model.third[0].weight
+    assert len({output.item() for output in outputs}) == 1
 
 
 @pytest.mark.parametrize("how", ["reset_parameters", "param_init_fn"])
@@ -64,5 +71,5 @@ def test_the_wrapper(api: Api, how: str) -> None:
         _Tied.reset_parameters = lambda _: None  # type: ignore[attr-defined]
         model = api.FullyShardedDataParallel(_on_meta(), use_orig_params=True, **options)
     model(make_batch(16)).sum().backward()
-    assert model.first.weight is model.second.weight
+    assert model.first.weight is model.second.weight is model.third[0].weight
     assert len(list(model.parameters())) == 2

@@ -119,6 +119,16 @@ def test_a_rank_that_makes_a_group_waits_for_those_that_have_not_begun_to() -> N
     assert not _stuck(replace(meeting, rank=0), meeting)
 
 
+def test_ranks_that_see_whom_they_wait_for_need_no_counters() -> None:
+    """After an error that the program caught, the one that waits may have entered less than the other."""
+    behind = replace(ours, groups={"world": GroupCounts(2, 7, 41)}, late=(1,))
+    assert not _stuck(replace(behind, late=()), barrier)
+    assert _stuck(behind, barrier) == {0, 1}
+    assert _stuck(behind, replace(ours, rank=1, late=(0,))) == {0, 1}
+    assert not _stuck(behind, replace(barrier, beat=0))
+    assert not _stuck(behind)
+
+
 def test_operations_of_different_kinds_that_are_paired_are_stuck() -> None:
     """Both are the eighth of one process group: fullshard's on rank 0, the program's on rank 1."""
     assert _stuck(

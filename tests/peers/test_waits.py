@@ -23,6 +23,7 @@ from fullshard.host import process_state
 from fullshard.peers import stacks, status_board, waits
 from fullshard.peers.status_board import StatusBoard
 from fullshard.peers.store import StoreInTime
+from fullshard.peers.watchdog import watchdog
 from tests.harness import Fate, rank, run_fresh
 
 
@@ -149,7 +150,13 @@ def _wait_for_the_last() -> list[str]:
     model(torch.ones(2, 8)).sum().backward()
     reports: list[str] = []
     waits._SLOW_S, waits._LONGER = 2.0 + rank(), 1.5
-    waits.logger.warning = lambda _, text: reports.append(text)  # type: ignore[method-assign]
+
+    def report(_: str, text: str) -> None:
+        (status,) = watchdog()._waits.values()
+        assert status["late"] == (2,)  # by which others know for whom this one waits
+        reports.append(text)
+
+    waits.logger.warning = report  # type: ignore[method-assign]
     if rank() == 2:
         time.sleep(3.8)
     model(torch.ones(2, 8)).sum().backward()

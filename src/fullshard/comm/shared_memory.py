@@ -251,8 +251,9 @@ class SharedMemory:
         """Wait as `wait_all`, for ranks that are far behind: latency matters less, causes more."""
         reporter = WaitReporter(label, self.timeout_s, self.record)
         checked = 0.0
-        with watchdog().waiting(label, (self.record.key,)):
+        with watchdog().waiting(label, (self.record.key,)) as status:
             while late := self._late(counter, value):
+                status["late"] = tuple(late)
                 time.sleep(200e-6)
                 now = time.perf_counter()
                 if now - checked > _LIVENESS_S:

@@ -37,9 +37,10 @@ def copy_sharded(
         )
     modules = {each: None for each in modules if id(each) not in memo}
     all_hooks = {hooks: None for each in modules if (hooks := hooks_of(each)) is not None}
-    for outside in {m for hooks in all_hooks for m in hooks.state.owners} - modules.keys():
-        if memo:  # so what is copied is around both, most likely
-            deepcopy(outside, memo)
+    owners = dict.fromkeys(m for hooks in all_hooks for each in hooks.states for m in each.modules)
+    for owner in owners if memo else ():  # so what is copied is around both, most likely
+        if owner not in modules:
+            deepcopy(owner, memo)
     _check(module, modules, all_hooks, memo)
     # State and classes are off while plain modules are copied: deepcopy would copy units and
     # process groups as well, and `__deepcopy__` of the classes leads back here.
@@ -72,8 +73,6 @@ def copy_sharded(
                 new[hooks].wrap_method(memo[id(wrapped)], name, method)
         for ignored, names in hooks.state.ignored_names.items():
             new[hooks].state.ignored_names[memo[id(ignored)]] = set(names)
-        owners = (memo.get(id(owner)) for owner in hooks.state.owners)
-        new[hooks].state.owners = [owner for owner in owners if owner is not None]
         new[hooks].state.ignored.update(
             memo[id(own)] for own in hooks.state.ignored if id(own) in memo
         )
@@ -82,6 +81,10 @@ def copy_sharded(
         if copied_earlier is not None and copied_earlier not in own:
             copied_earlier.add_slot(slot)
     for hooks, other in new.items():  # once all copies exist, since they refer to one another
+        shared = (memo.get(id(param.sharded)) for param in hooks.state.borrowed)
+        lent = (owner_of(parameter) for parameter in shared if parameter is not None)
+        other.state.borrowed = [param for param in lent if param is not None]
+        other.state.lenders()  # live as long as this
         other.forward_prefetch = [new.get(s, s) for s in hooks.forward_prefetch]
         other.backward_prefetch = [new.get(s, s) for s in hooks.backward_prefetch]
     copied: nn.Module = memo[id(module)]

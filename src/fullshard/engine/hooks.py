@@ -31,8 +31,11 @@ Special cases:
 - An output that is a view has a second 4, on the tensor that it is a view of.
 - After an exception, the next forward or backward resets what was left. Gradients that earlier
   micro-batches accumulated are kept if the exception came in forward.
-- A module that uses a parameter which a unit of another root owns has 1 and 3 of that unit around its own:
-  see `_Loan`.
+- A module that uses a parameter which a unit of another root owns has 1 and 3 of that unit around its own, see
+  `attach_lenders`. To the owner's root, it is as if its module ran twice:
+
+      encoder.forward     gather encoder; free it
+      decoder.forward     gather encoder, decoder; free both
 
 [Note: Joined units] A gather that needs all ranks has to come at the same place on all of them, also
 on those that do not run the unit. So the innermost module around it that every rank runs gathers it too:
@@ -61,7 +64,7 @@ from torch.utils.hooks import RemovableHandle
 from fullshard.engine.access import Registered, fake_form, is_running, refuse_while_used
 from fullshard.engine.guard.forbidden import refuse_compiled_backward
 from fullshard.engine.iteration import Iteration, Stage
-from fullshard.engine.module_state import HOOKS, ModuleState, outermost, owners_in
+from fullshard.engine.module_state import HOOKS, ModuleState, outermost, owners_of
 from fullshard.engine.nodes import (
     follow_input,
     mark_after_backward,
@@ -119,7 +122,6 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         self._registered: list[Registered] = []  # of state dicts that are being made
         self._faked: list[Registered] = []  # of forwards under a `FakeTensorMode`
-        self._loan: _Loan | None = None
         self._lent_to: weakref.WeakSet[Hooks] = weakref.WeakSet()
         self.attach()
 
@@ -139,7 +141,7 @@ class Hooks:
                 module.register_load_state_dict_pre_hook(self._before_load),
                 module.register_load_state_dict_post_hook(self._after_load),
             ]
-        self._attach_loan()
+        self.attach_lenders()
 
     def detach(self) -> None:
         """Take the state and its hooks off the modules."""
@@ -173,9 +175,8 @@ class Hooks:
         iteration = state.iteration()
         if iteration is None:
             iteration = state.initialise()
-            # Which this has made: from the next call on, it begins before this.
-            if self._loan is not None:
-                args, kwargs = self._loan.begin(module, args, kwargs)
+            if state.gathered:  # as this has found: from the next call on, it begins before this
+                args, kwargs = self._begin_lenders(module, args, kwargs)
         if iteration.stage >= Stage.BACKWARD or current_graph_task_id() != -1:
             # First: a backward that raised leaves states in PRE_BACKWARD, as if this recomputed.
             state.forget_stale_backward(iteration)
@@ -253,8 +254,8 @@ class Hooks:
 
         name: under which the program has called it.
         """
-        if self._loan is not None:
-            args, kwargs = self._loan.begin(module, args, kwargs)
+        if self.state.gathered:
+            args, kwargs = self._begin_lenders(module, args, kwargs)
         self.called = name
         swaps = self._in_method = []
         try:
@@ -277,7 +278,7 @@ class Hooks:
         output = self.after_forward(module, args, output)
         if swaps:  # a call of a function would be a frame to compile
             undo_swaps(swaps)
-        return output if self._loan is None else self._loan.end(module, args, output)
+        return self._end_lenders(module, args, output) if self.state.gathered else output
 
     def wrap_method(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
         """Run ``method(module, ...)`` as a forward whenever ``module.name`` is called."""
@@ -295,20 +296,57 @@ class Hooks:
 
     # 1 and 3 of what owns some of these modules' parameters and has another root
 
-    def borrow(self, users: Iterable[nn.Module]) -> None:
-        """Have what others own in some modules gathered, too, whenever these modules run."""
-        self._loan = _Loan(self, users)
-        self._attach_loan()
-
-    def _attach_loan(self) -> None:
-        loan = self._loan
-        if loan is None or self.state.is_wrapper:  # `run_as_forward` sees to it
+    def attach_lenders(self) -> None:
+        """Have what is ``state.gathered`` gathered, too, whenever these modules run."""
+        if not self.state.gathered or self.state.is_wrapper:  # `run_as_forward` sees to it
             return
         for module in self.state.modules:
             self._handles += [
-                module.register_forward_pre_hook(loan.begin, prepend=True, with_kwargs=True),
-                module.register_forward_hook(loan.end),
+                module.register_forward_pre_hook(
+                    self._begin_lenders, prepend=True, with_kwargs=True
+                ),
+                module.register_forward_hook(self._end_lenders),
             ]
+
+    def _lenders(self) -> list["Hooks"]:
+        """Return the hooks of the owners; those that have yet to run get their root first, which may move parameters."""
+        gathered = self.state.gathered
+        for state in owners_of(gathered):
+            if state.known_iteration is None:
+                outermost(state).initialise()
+        self.state.lenders()  # live as long as this
+        lenders: list[Hooks] = [state.hooks() for state in owners_of(gathered)]
+        for lender in lenders:
+            lender._lent_to.add(self)
+        return lenders
+
+    @eager
+    def _begin_lenders(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for lender in self._lenders():
+            args, kwargs = lender.before_forward(module, args, kwargs)
+        return args, kwargs
+
+    @eager
+    def _end_lenders(self, module: nn.Module, args: Any, output: Any) -> Any:
+        for lender in self._lenders():
+            output = lender.after_forward(module, args, output)
+        return output
+
+    def reshard(self) -> None:
+        """Free these modules' parameters, and what a program has had gathered with them.
+
+        What owner and sharer have in common stays while one of them computes, which frees it.
+        """
+        for state in self.states:
+            computes = state.training_state in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
+            is_shared = state is not self.state or self._lent_to
+            for unit in state.units:
+                if computes and is_shared and is_running(state, if_unknown=True):
+                    unit.is_held = False
+                elif state is self.state or unit.is_held:
+                    unit.settle()
 
     # 1 and 3 under a `FakeTensorMode`: shapes are computed, by parameters without memory
 
@@ -627,56 +665,7 @@ class Hooks:
     @property
     def states(self) -> list[ModuleState]:
         """The states whose units have parameters of these modules, also those of other roots."""
-        lenders = [] if self._loan is None else self._loan.lenders()
-        if self.state.known_iteration is None:  # which decides who owns what is shared
-            lenders = [each for m in self.state.owners if (each := hooks_of(m)) is not None]
-        return [self.state, *(lender.state for lender in lenders)]
-
-
-class _Loan:
-    """Lets forwards of a module count as forwards of those that own some of its parameters.
-
-    For a weight tied between two units that no unit contains, each of which has passes of its own:
-
-        encoder.forward     gather encoder; free it
-        decoder.forward     gather encoder, decoder; free both
-
-    To the encoder's root, it is as if its module ran twice.
-    """
-
-    def __init__(self, borrower: Hooks, users: Iterable[nn.Module]) -> None:
-        self._borrower = weakref.ref(borrower)
-        self._users = [weakref.ref(module) for module in users]  # in one order on all ranks
-
-    def lenders(self) -> list[Hooks]:
-        """Return the hooks of the owners; those that have yet to run get their root first, which may move parameters."""
-        borrower = self._borrower()
-        users = [module for reference in self._users if (module := reference()) is not None]
-        assert borrower is not None
-        for state in owners_in(users):
-            if state.known_iteration is None:
-                outermost(state).initialise()
-        own = borrower.state.known_iteration
-        others = (each for each in owners_in(users) if each.known_iteration is not own)
-        lenders: list[Hooks] = [state.hooks() for state in others]
-        for lender in lenders:
-            lender._lent_to.add(borrower)
-        borrower.state.owners = [module for each in lenders for module in each.state.modules]
-        return lenders
-
-    @eager
-    def begin(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        for lender in self.lenders():
-            args, kwargs = lender.before_forward(module, args, kwargs)
-        return args, kwargs
-
-    @eager
-    def end(self, module: nn.Module, args: Any, output: Any) -> Any:
-        for lender in self.lenders():
-            output = lender.after_forward(module, args, output)
-        return output
+        return [self.state, *self.state.lenders()]
 
 
 # By their code, frames are recognised in which a module's forward runs, or a method that counts as

@@ -43,7 +43,7 @@ from fullshard.engine.guard.param_watch import ModelWatch
 from fullshard.engine.observer import Observer, ProfilerLabels, watchers
 from fullshard.engine.params.managed import Backward
 from fullshard.engine.params.shown import own_gradient
-from fullshard.engine.runtime import outside_transforms
+from fullshard.engine.runtime import eager, outside_transforms
 from fullshard.engine.unit import Unit, UnitPhase, are_sharded, comms_of, have_unreduced
 from fullshard.errors import StateError, UnsupportedError
 from fullshard.peers.paths import StepPhase
@@ -506,6 +506,7 @@ class Iteration:
             self.fence("after forward")  # from here on peers may write to their shards
         self._path.begin(StepPhase.LOSS if self._expects_backward else StepPhase.BETWEEN)
 
+    @eager  # the compiler may look at what handles an exception of compiled code
     def hide_flat(self) -> None:
         """Let optimizers and `zero_grad` find what is trained of flat units, after an exception in forward."""
         for unit in self._flat:

@@ -4,6 +4,7 @@ The module that runs forward first becomes the root. Names, ties and memory are 
 one `Iteration` serves the whole model.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from fullshard.engine.checks.model import Model, is_stray, registrations
 from fullshard.engine.iteration import NOT_WARM, Iteration, Stage
 from fullshard.engine.nodes import Mark
 from fullshard.engine.observer import on_root
-from fullshard.engine.params.managed import ManagedParameter, manager_of, units_in
+from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.restoring import naming_lack
 from fullshard.engine.runtime import passing_through
 from fullshard.engine.unit import Unit
@@ -45,6 +46,8 @@ class ModuleState:
     iteration: a function that returns the model's `Iteration`; None before the model's first use.
     mark: the mark on the only input of a forward under way.
     outer: the state of the innermost sharded module around it; None for a root.
+    borrowed: parameters of these modules that units of other states own. gathered: those of the model's that other roots
+        own and a forward of these modules has gathered, see `hooks`.
     joined: units inside that this module gathers and frees with its own (see `hooks`, Note: Joined units).
     said: what the program has said of the whole model: ``is_last_backward`` and ``post_optim_event``, and until
         it has a root, ``manual_finalization``. All states of a model have one, once that is known.
@@ -75,8 +78,10 @@ class ModuleState:
             unit.owner = weakref.ref(self)
             _units[unit] = None
         self._modules = [weakref.ref(module) for module in modules]
-        # But these: modules outside of these that own some of their parameters. It is a cycle where both own some.
-        self.owners: list[nn.Module] = []
+        self.borrowed: list[ManagedParameter] = []
+        self.gathered: list[ManagedParameter] = []
+        # But these: whose units own what is borrowed. It is a cycle where both own some.
+        self._owners: list[nn.Module] = []
         self._own_iteration: Iteration | None = None  # of a root, which owns it
         self.is_root = False
         self._root: weakref.ref[ModuleState] | None = None
@@ -204,7 +209,7 @@ class ModuleState:
             unit.params.rename(paths)
         # Before `adopt`, since a unit's layout changes with its parameters.
         move_parameters(moves_of_ties(root, named))
-        borrowers = users_of_others(root, named)
+        gathered = parameters_of_others(root, named)
         for state in self._states:
             state.units = [unit for unit in state.all_units if unit.params]
         units = [unit for state in self._states for unit in state.units]
@@ -240,11 +245,26 @@ class ModuleState:
             state.said = said
         is_manual = said.pop("manual_finalization", False)
         self._own_iteration.finalization.set_manual(enabled=is_manual, in_backward=False)
-        for state, users in borrowers.items():
-            state.hooks().borrow(users)
+        for state in self._states:
+            state.gathered = gathered.get(state, [])
+            state.hooks().attach_lenders()
         for tell in on_root:
             tell(self)
         return self._own_iteration
+
+    def lenders(self) -> list["ModuleState"]:
+        """Return the states of other roots whose units own what is borrowed or gathered; keep their modules alive.
+
+        Before the first use, which decides on roots and owners: all others whose units do.
+        """
+        own = self.known_iteration
+        found = [
+            each
+            for each in owners_of([*self.borrowed, *self.gathered])
+            if each is not self and (own is None or each.known_iteration is not own)
+        ]
+        self._owners = [module for each in found for module in each.modules]
+        return found
 
     def _cast_buffers(self) -> None:
         """Cast the modules' floating-point buffers, if the policy asks for it."""
@@ -385,9 +405,9 @@ def states_in(modules: Iterable[nn.Module]) -> list[ModuleState]:
     return [*dict.fromkeys(state for each in modules if (state := state_of(each)) is not None)]
 
 
-def owners_in(modules: Iterable[nn.Module]) -> list[ModuleState]:
-    """Return the states whose units have parameters that are registered in modules themselves, once each."""
-    units: Iterable[Any] = units_in(modules)
+def owners_of(params: Iterable[ManagedParameter]) -> list[ModuleState]:
+    """Return the states whose units own parameters now, once each."""
+    units: Iterable[Any] = (unit for param in params if (unit := param.unit()) is not None)
     return [*dict.fromkeys(owner for unit in units if (owner := unit.owner()) is not None)]
 
 
@@ -464,44 +484,36 @@ def moves_of_ties(
     return moves
 
 
-def users_of_others(
+def parameters_of_others(
     root: nn.Module, named: Mapping[str, ModuleState]
-) -> dict[ModuleState, list[nn.Module]]:
-    """Find modules of this model that have parameters of units of other roots, by the state that gathers those.
+) -> dict[ModuleState, list[ManagedParameter]]:
+    """Find parameters of this model's modules that units of other roots own, by the state that gathers those.
 
     That is the one of the innermost module that contains all that use parameters of one owner. Raises StateError where one
     is computed with in another dtype than its owner's.
     """
-    own = set(named.values())
-    users: dict[ModuleState, dict[str, nn.Module]] = {}
-    for path, module in root.named_modules(remove_duplicate=False):
-        for owner in owners_in([module]):
-            if owner not in own:
-                around = lowest_common_unit([path], named)
-                assert around is not None
-                _refuse_two_dtypes(path, module, named[around], owner)
-                users.setdefault(owner, {})[path] = module
-    single = {name: state for name, state in named.items() if len(state._modules) == 1}
-    found: dict[ModuleState, list[nn.Module]] = {}
-    for modules in users.values():
-        common = lowest_common_unit([*modules], single)
-        assert common is not None  # the root, at last
-        found.setdefault(single[common], []).extend(modules.values())
-    return found
-
-
-def _refuse_two_dtypes(path: str, module: nn.Module, user: ModuleState, owner: ModuleState) -> None:
-    """Raise StateError if a module has a parameter of the owner's, and the two compute in different dtypes."""
-    for name, form in module._parameters.items():
-        manager = None if form is None else manager_of(form)
-        if manager is None or manager.unit() not in owner.units:
+    paths, states = paths_of(root), dict.fromkeys(named.values())
+    found: dict[ModuleState, dict[ManagedParameter, list[str]]] = {}
+    for user, param in [(each, param) for each in states for param in each.borrowed]:
+        users = [path for slot in param.slots for path in paths.get(id(slot.module()), ())]
+        owner = next(iter(owners_of([param])), None)
+        if not users or owner is None or owner in states:
             continue
-        own, its = (manager.spec(each.policy).compute_dtype for each in (user, owner))
+        own, its = (param.spec(each.policy).compute_dtype for each in (user, owner))
         if own != its:
             raise StateError(
-                f"{path}.{name} and {manager.name} of {type(owner.modules[0]).__name__} are one tied parameter, but their "
-                f"units compute in {own} and {its}. Give both one MixedPrecisionPolicy, or untie it before sharding."
+                f"{param.names_among(paths)[0]} and {param.name} of {type(owner.modules[0]).__name__} are one tied "
+                f"parameter, but their units compute in {own} and {its}. Give both one MixedPrecisionPolicy, or untie "
+                "it before sharding."
             )
+        found.setdefault(owner, {})[param] = users
+    single = {name: state for name, state in named.items() if len(state._modules) == 1}
+    gathered: dict[ModuleState, list[ManagedParameter]] = {}
+    for uses in found.values():
+        common = lowest_common_unit([*itertools.chain(*uses.values())], single)
+        assert common is not None  # the root, at last
+        gathered.setdefault(single[common], []).extend(uses)
+    return gathered
 
 
 def _on_mesh_of(unit: Unit, state: ModuleState, param: ManagedParameter) -> Unit:

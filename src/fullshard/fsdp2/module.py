@@ -34,7 +34,7 @@ from fullshard.fsdp2.communication import (
     use_separate_reduce_groups,
     use_symmetric_memory,
 )
-from fullshard.policies import TrainingState, Unused
+from fullshard.policies import Unused
 
 # Of the torch that runs: (2, 15). Where releases differ in what a call means, we follow the one that is
 # installed; docs/migrating.md has the table.
@@ -81,14 +81,8 @@ class FSDPModule:
         return unshard(units, async_op=async_op)
 
     def reshard(self) -> None:
-        """Free this module's unsharded parameters, and what `unshard` has gathered with them."""
-        own, *others = _hooks(self).states
-        held = [(each, unit) for each in others for unit in each.units if unit.is_held]
-        for state, unit in [*((own, unit) for unit in own.units), *held]:
-            if state is own or state.training_state is TrainingState.IDLE:
-                unit.settle()
-            else:  # its own forward goes on with it, and frees it
-                unit.is_held = False
+        """Free this module's unsharded parameters, but what a running module of another root shares."""
+        _hooks(self).reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free parameters after forward, or keep them until backward, whatever `keep_unsharded` has chosen.
@@ -380,18 +374,22 @@ class FSDPModule:
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Convert the sharded parameters, for ``.to()`` and ``.half()``, also if unsharded now."""
-        self.reshard()
+        states = _hooks(self).states
+        units = [unit for state in states for unit in state.units]
+        for unit in units:
+            unit.settle()
         # A conversion would convert gradients as well, but those of a parameter with a ``grad_dtype``
         # have a dtype that is not the parameter's.
         kept: dict[ManagedParameter, torch.Tensor] = {}
-        for param in (param for unit in _state(self).units for param in unit.managed):
+        for param in (param for unit in units for param in unit.managed):
             param.follow_grad_dtype()
             grad = param.sharded.grad
             if grad is not None and said_grad_dtype(param.sharded).is_set:
                 kept[param] = grad
                 param.sharded.grad = None
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        _state(self).follow_changes()
+        for state in states:
+            state.follow_changes()
         for param, grad in kept.items():
             param.sharded.grad = grad.to(param.sharded.device)
         return result

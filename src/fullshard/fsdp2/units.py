@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 from fullshard.comm.select import default_comm
 from fullshard.engine.adoption import make_unit
 from fullshard.engine.hooks import Hooks
-from fullshard.engine.module_state import covered_modules, owners_in
+from fullshard.engine.module_state import covered_modules
 from fullshard.engine.params.dtensor import DTensorParameter
 from fullshard.engine.params.form import ParamForm, UnitMesh
 from fullshard.engine.params.unit_params import UnitParams
@@ -124,9 +124,9 @@ def make_units(
             made.append(make_unit(UnitParams(managed, place, device), own_config, own_comms))
     # Nothing below allocates memory of parameters, so nothing below has to be restored.
     covered.connect_ties()
-    owners = owners_in(m for _, slot in covered.ties if (m := slot.module()) is not None)
     state = Hooks(roots, made).state
-    state.owners = [module for owner in owners for module in owner.modules]
+    state.borrowed = [*dict.fromkeys(owner for owner, _ in covered.ties)]
+    state.lenders()  # live as long as this
     state.ignored.update(m for r in roots for m in r.modules() if not is_composable(m))
     state.ignored_names.update(covered.ignored)
     for root in roots:

@@ -170,6 +170,8 @@ def judge(own: RankStatus, statuses: Mapping[int, RankStatus]) -> Verdict | None
 def waits_for(status: RankStatus, statuses: Mapping[int, RankStatus]) -> set[int] | None:
     """Return the ranks that a blocked rank waits for; None if one of them may be unknown."""
     found: set[int] = set()
+    if status.late:
+        return {*status.late} if statuses.keys() >= {*status.late} else None
     for key, counts in status.groups.items():
         if key not in (status.waited or status.groups.keys() - {NEW_GROUPS}):
             continue
@@ -270,7 +272,8 @@ def describe_stuck(
     else:
         text = (
             f"Ranks wait for each other, and none can continue: {seen}. Let every rank make the same calls "
-            "in the same order. What one rank does alone must not need the others."
+            "in the same order. What one rank does alone must not need the others. After a DivergenceError that the program "
+            "caught, destroy the process groups and make new ones."
         )
     return counting(text)
 

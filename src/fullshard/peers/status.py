@@ -70,6 +70,7 @@ class RankStatus:
     where: the operation or function. op: the collective in which torch.distributed blocks; empty if
         it is in none. at: the line of the program. moment: step and phase.
     groups: by a key that is the same on all ranks of the group.
+    late: ranks that it waits for, where it sees them; empty where counters of groups alone tell.
     waited: keys of the groups that it may be waiting for; empty if nobody knows, which means any.
     in_group: key of the process group that it waits for in fullshard's code; empty for shared memory
         and for groups of fullshard's own.
@@ -91,6 +92,7 @@ class RankStatus:
     at: str = ""
     moment: str = ""
     groups: Mapping[str, GroupCounts] = dataclasses.field(default_factory=dict)
+    late: tuple[int, ...] = ()
     waited: tuple[str, ...] = ()
     in_group: str = ""
     tails: Tails = dataclasses.field(default_factory=dict)

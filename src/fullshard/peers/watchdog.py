@@ -118,8 +118,10 @@ class Watchdog:
     # For the thread that trains
 
     @contextlib.contextmanager
-    def waiting(self, label: str, groups: tuple[str, ...], *, in_group: str = "") -> Iterator[None]:
-        """Say that this thread waits in a collective of fullshard's, within the body.
+    def waiting(
+        self, label: str, groups: tuple[str, ...], *, in_group: str = ""
+    ) -> Iterator[dict[str, Any]]:
+        """Say that this thread waits in a collective of fullshard's, within the body, which may add to its status.
 
         groups: keys of the groups whose ranks it waits for. in_group: the one among them in which the
         program has collectives too, if that is so.
@@ -128,7 +130,7 @@ class Watchdog:
         facts = {"state": State.WAITS, "where": label, "waited": groups, "in_group": in_group}
         self._waits[thread] = facts
         try:
-            yield
+            yield facts
         finally:
             del self._waits[thread]
 

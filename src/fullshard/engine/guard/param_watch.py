@@ -51,8 +51,7 @@ class Memory(Protocol):
 
     shards: list[torch.Tensor]
     readable: list[torch.Tensor]
-    readable_addresses: list[int]
-
+    addresses: dict[torch.Tensor, int]
     stalls: bool
 
     def holds_shards(self) -> bool: ...
@@ -194,16 +193,15 @@ class ParamWatch:
         self._shards = list({id(tensor): tensor for tensor in tensors}.values())
         if (homes := params.homes) is None:
             return  # every parameter is asked itself
-        slots = [(slot, sharded) for its, sharded, _, _ in homes for slot in its]
+        slots = [(slot, sharded) for its, sharded, _ in homes for slot in its]
+        sharded, memory = [each for _, each, _ in homes], [each for _, _, each in homes]
+        readable, addresses = params.buffers.readable, params.buffers.addresses
         places = Places(
             [slot.registry for slot, _ in slots],
             [slot.name for slot, _ in slots],
             [sharded for _, sharded in slots],
-            addresses=[address for _, _, _, address in homes],
+            addresses=[addresses[each] for each in (*memory, *readable)],
         )
-        sharded, memory = [each for _, each, _, _ in homes], [each for _, _, each, _ in homes]
-        readable, readable_addresses = params.buffers.readable, params.buffers.readable_addresses
-        places.addresses.extend(readable_addresses)
         if params.flat_layout is None:
             self._places = places._replace(
                 sharded=sharded,

@@ -135,19 +135,12 @@ class UnitBuffers:
             for param, shard in zip(buffer.bucket.params, buffer.shards, strict=True)
         }
         self.shards = [shards[index] for index in range(len(shards))]
-        self.addresses = [shard.data_ptr() for shard in self.shards]
-        self.flat_addresses = [shard.data_ptr() for shard in self.flat_shards]
         # Whole parameters that are read where the shards of all ranks are.
         self.readable = [each for buffer in self._buckets for each in buffer.in_place]
-        self.readable_addresses = [whole.data_ptr() for whole in self.readable]
-        # Each with its address, whether all of it is this rank's, and what keeps the memory.
-        self._homes = [
-            (tensor, tensor.data_ptr(), tensors is not buffer.in_place, buffer.memory)
-            for buffer in self._buckets
-            for tensors in (buffer.shards, [buffer.flat], buffer.in_place)
-            for tensor in tensors
-            if tensor is not None
-        ]
+        # Where the memory of each tensor begins, unless torch has moved it.
+        self.addresses = {
+            each: each.data_ptr() for each in (*self.shards, *self.flat_shards, *self.readable)
+        }
         # Shards over a smaller group, from forward to backward (`reshard_after_forward=N`).
         self._post_forward_shards: list[ShardBuffer] = []
         self._smaller_buckets: dict[tuple[int, int], BucketLayout] = {}  # by bucket and group size
@@ -166,10 +159,12 @@ class UnitBuffers:
         Ranks read the memory of before. This rank's part of it has the values of now afterwards; the other process
         keeps what it was sent.
         """
-        for tensor, address, is_own, memory in self._homes:
+        kept = [buffer.memory for buffer in self._buckets]
+        for tensor, address in self.addresses.items():
             if tensor.data_ptr() != address and tensor.is_cpu and tensor.numel():
+                is_own = any(tensor is each for each in (*self.shards, *self.flat_shards))
                 words: Any = (ctypes.c_char * tensor.nbytes).from_address(address)
-                words.memory = memory  # which lives as long as a tensor over it
+                words.memory = kept  # which lives as long as a tensor over it
                 home = torch.frombuffer(words, dtype=tensor.dtype)
                 if is_own:
                     home.copy_(tensor.view(-1))

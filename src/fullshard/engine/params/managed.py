@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -656,13 +656,6 @@ def owner_of(parameter: nn.Parameter) -> ManagedParameter | None:
     """Return the manager of a parameter, given the original or the sharded form; None if none."""
     reference = getattr(parameter, _OWNER, None)
     return None if reference is None else reference()
-
-
-def units_in(modules: Iterable[nn.Module]) -> list[GradientTaker]:
-    """Return the units of what is registered in modules themselves, in whichever form, once each."""
-    forms = (form for module in modules for form in module._parameters.values() if form is not None)
-    units = (manager.unit() for form in forms if (manager := manager_of(form)) is not None)
-    return [*dict.fromkeys(unit for unit in units if unit is not None)]
 
 
 class _Edge(torch.autograd.Function):

@@ -295,10 +295,11 @@ class UnitParams:
 
         homes: the storages of all memory for pieces. For ``a.data, b.data = b.data, a.data``.
         """
-        if not self.is_flat:
+        if not self.is_flat or self.buffers is None:
             return
-        for _, sharded, _, address in self.homes or ():
-            if sharded.data_ptr() != address and _storage(sharded) in homes:
+        addresses = self.buffers.addresses
+        for _, sharded, memory in self.homes or ():
+            if sharded.data_ptr() != addresses[memory] and _storage(sharded) in homes:
                 sharded.data = sharded.data.clone()
 
     def bind(self, *, in_place: bool) -> None:
@@ -329,18 +330,17 @@ class UnitParams:
         self.is_in_place = buffers.in_place
 
     @property
-    def homes(self) -> list[tuple[Sequence[Slot], nn.Parameter, torch.Tensor, int]] | None:
-        """Where each parameter that an optimizer updates is registered, and the memory that it is over, with its address.
+    def homes(self) -> list[tuple[Sequence[Slot], nn.Parameter, torch.Tensor]] | None:
+        """Where each parameter that an optimizer updates is registered, and the memory that it is over.
 
         As the unit left them. None if some bring memory of their own, and before there is any.
         """
         if self.buffers is None or self.extended is not None:
             return None
         if self.flat is not None:
-            shard, address = self.buffers.flat_shards[0], self.buffers.flat_addresses[0]
-            return [([self.flat.slot], self.flat.sharded, shard, address)]
-        memory = zip(self.plain, self.buffers.shards, self.buffers.addresses, strict=True)
-        return [(param.slots, param.sharded, shard, address) for param, shard, address in memory]
+            return [([self.flat.slot], self.flat.sharded, self.buffers.flat_shards[0])]
+        memory = zip(self.plain, self.buffers.shards, strict=True)
+        return [(param.slots, param.sharded, shard) for param, shard in memory]
 
     def find_moved(self) -> bool:
         """Return whether some shard is not over the unit's memory, or not the registered parameter.
