@@ -4,8 +4,8 @@
     python -m bench.published RUNS.csv --fit           # fits, leaves out one source at a time, prints constants
     python -m bench.published RUNS.csv --pictures docs/images
 
-The step of a run is simulated once. While constants are fitted, the share of its communication that is exposed stays
-as it was; the scores are of full predictions again. Constants of the allocator are means. Needs scipy
+The step of a run is planned once, and simulated for every constant that is tried: each step of the fit is along slopes.
+Constants of the allocator are means. Needs scipy
 (`pip install "fullshard[bench]"`).
 """
 
@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fullshard.plan.actions import ActionKind
-from fullshard.plan.workload import Work
+from fullshard.plan.step import plan_step
 from fullshard.planning.costs import CONTEXT_NBYTES, FITTED, SPREAD, Constants, Costs
+from fullshard.planning.estimate import Estimate, time_step
 from fullshard.planning.published import (
     PublishedRun,
     UnsupportedRowError,
@@ -32,16 +32,15 @@ from fullshard.planning.published import (
 )
 
 GIB = 1 << 30
-COLLECTIVES = (ActionKind.ALL_GATHER, ActionKind.REDUCE_SCATTER, ActionKind.ALL_REDUCE)
 # Where a constant is looked for, and how far it may go: the deviation of its logarithm. A constant that no run
 # determines stays where it is.
-EXPECTED = Constants(attention=0.8, network=0.9, contention=0.4)
+EXPECTED = Constants(attention=0.8, traffic=0.85, rows=0.85, network=0.9, contention=0.4)
 SPREADS = {
     "matmul": 0.06,
     "attention": 0.15,
     "attention_triton": 0.4,
     "traffic": 0.3,
-    "traffic_fused": 0.3,
+    "rows": 0.3,
     "fp8": 0.3,
     "power": 0.1,
     "network": 0.15,
@@ -50,6 +49,9 @@ SPREADS = {
 OF_MEMORY = ("reserved", "reserved_growing", "device")
 # An error from which on it counts less: sources of one configuration differ by as much.
 LOUD = 0.07
+PARTS = ("traffic", "rows", "network")  # of a nominal rate, which nothing exceeds
+STEP = 0.05  # by which a constant is made larger for its slope
+MOST_STEPS = 6
 
 
 class Row(NamedTuple):
@@ -65,17 +67,11 @@ class Row(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What of a run's step is needed to try other constants: kernels and collectives, counted."""
+    """A row and its estimated step, of which other constants change the times alone."""
 
     row: Row
     run: PublishedRun
-    num_passes: int
-    works: dict[Work, int]
-    collectives: dict[tuple[ActionKind, int, int], int]
-    copied: float
-    exposed: float
-    host_s: float
-    optimizer_s: float
+    estimate: Estimate
 
 
 def rows_of(path: Path) -> list[Row]:
@@ -91,89 +87,100 @@ def rows_of(path: Path) -> list[Row]:
 
 
 def prepare(row: Row) -> Prepared:
-    """Simulate a row's step once. Raises UnsupportedRowError."""
+    """Plan a row's step. Raises UnsupportedRowError."""
     run = published_run(row.values)
     if run.batch.checkpointing == "unknown":
         run = run._replace(batch=dataclasses.replace(run.batch, checkpointing="none"))
-    workload, estimate = estimate_run(run, FITTED)
-    works: collections.Counter[Work] = collections.Counter()
-    collectives: collections.Counter[tuple[ActionKind, int, int]] = collections.Counter()
-    gathered = moving = 0.0
-    parts = {
-        ActionKind.FORWARD: "forward",
-        ActionKind.RECOMPUTE: "recomputed",
-        ActionKind.BACKWARD: "backward",
-    }
-    for action, span in zip(estimate.step.actions, estimate.simulated.spans, strict=True):
-        if action.kind in parts:
-            works.update(getattr(workload.stretches[action.stretch], parts[action.kind]))
-        elif action.kind in COLLECTIVES:
-            collectives[action.kind, action.nbytes, action.num_ranks] += 1
-            moving += span.end_s - span.start_s
-            gathered += action.nbytes * (action.kind is ActionKind.ALL_GATHER)
-    exposed = sum(estimate.simulated.exposed(kind) for kind in COLLECTIVES)
-    return Prepared(
-        row=row,
-        run=run,
-        num_passes=run.settings.num_microbatches,
-        works=dict(works),
-        collectives=dict(collectives),
-        copied=run.manner.copied * gathered / (run.machine.gpu.memory_rate * 0.8),
-        exposed=exposed / moving if moving else 0.0,
-        host_s=estimate.simulated.host_bound_s,
-        optimizer_s=estimate.optimizer_s,
-    )
+    return Prepared(row, run, estimate_run(run)[1])
 
 
-def seconds(prepared: Prepared, constants: Constants) -> float:
-    """Return a step's seconds with other constants."""
-    run = prepared.run
+def error(prepared: Prepared, constants: Constants) -> float:
+    """Return the logarithm of a step's seconds with other constants over those measured."""
+    planned, run = prepared.estimate, prepared.run
     costs = Costs(run.machine, run.manner, constants)
-    computing = prepared.copied + sum(
-        count * costs.work_seconds(work) for work, count in prepared.works.items()
+    step = (
+        plan_step(planned.workload, planned.settings) if planned.offload != "none" else planned.step
     )
-    moving = sum(
-        count * costs.collective_seconds(kind, nbytes, ranks, stride=run.stride_of(kind))
-        for (kind, nbytes, ranks), count in prepared.collectives.items()
-    )
-    exposed = max(prepared.exposed * moving, moving - computing)
-    passes = (
-        computing + exposed + prepared.host_s + constants.contention * max(0.0, moving - exposed)
-    )
-    step_s = prepared.optimizer_s + passes / prepared.num_passes * run.micro_batches
-    return step_s * run.bubble
+    found = time_step(step, planned.workload, planned.settings, costs, planned.offload)
+    return math.log(run.step_seconds(found) / (prepared.row.step_s or 1))
 
 
-def fit(prepared: Sequence[Prepared]) -> Constants:
-    """Return the constants that predict these rows best: least squares of logarithms, of loud ones less."""
+class Slopes(NamedTuple):
+    """Errors of rows with some constants, and their derivatives by logarithms of these (rows, constants)."""
+
+    constants: Constants
+    errors: Any
+    slopes: Any
+
+    def of(self, chosen: Sequence[int]) -> "Slopes":
+        """Return those of some rows."""
+        return Slopes(self.constants, self.errors[chosen], self.slopes[chosen])
+
+
+def _logs(constants: Constants) -> Any:
+    numpy = importlib.import_module("numpy")
+    return numpy.log([getattr(constants, name) for name in SPREADS])
+
+
+def slopes_at(prepared: Sequence[Prepared], constants: Constants) -> Slopes:
+    """Time all steps with constants, and with each of them a little larger."""
+    numpy = importlib.import_module("numpy")
+
+    def errors(tried: Constants) -> Any:
+        return numpy.array([error(each, tried) for each in prepared])
+
+    at = errors(constants)
+    larger = [
+        dataclasses.replace(constants, **{name: getattr(constants, name) * (1 + STEP)})
+        for name in SPREADS
+    ]
+    by_name = [(errors(each) - at) / math.log(1 + STEP) for each in larger]
+    return Slopes(constants, at, numpy.stack(by_name, axis=1))
+
+
+def solve(found: Slopes) -> Constants:
+    """Return the constants that are best by slopes: least squares of logarithms, of loud ones less."""
     numpy = importlib.import_module("numpy")
     optimize = importlib.import_module("scipy.optimize")
-    names = list(SPREADS)
-    start = numpy.log([getattr(EXPECTED, name) for name in names])
-    deviations = numpy.array([SPREADS[name] for name in names])
-
-    def constants_at(x: Any) -> Constants:
-        return dataclasses.replace(EXPECTED, **dict(zip(names, numpy.exp(x).tolist(), strict=True)))
+    expected, num_rows = _logs(EXPECTED), len(found.errors)
+    deviations = numpy.array(list(SPREADS.values()))
+    start = _logs(found.constants)
 
     def residuals(x: Any) -> Any:
-        tried = constants_at(x)
-        errors = [math.log(seconds(each, tried) / (each.row.step_s or 1)) for each in prepared]
-        return numpy.concatenate([errors, (x - start) / deviations * LOUD])
+        errors = found.errors + found.slopes @ (x - start)
+        return numpy.concatenate([errors, (x - expected) / deviations * LOUD])
 
     def loss(squares: Any) -> Any:
         soft = numpy.stack(
             [2 * ((1 + squares) ** 0.5 - 1), (1 + squares) ** -0.5, -0.5 * (1 + squares) ** -1.5]
         )
         plain = numpy.stack([squares, numpy.ones_like(squares), numpy.zeros_like(squares)])
-        soft[:, len(prepared) :] = plain[:, len(prepared) :]
+        soft[:, num_rows:] = plain[:, num_rows:]
         return soft
 
-    found = optimize.least_squares(residuals, start, loss=loss, f_scale=LOUD, max_nfev=30)
-    rounded = {
-        f.name: float(f"{getattr(constants_at(found.x), f.name):.3g}")
-        for f in dataclasses.fields(Constants)
-    }
-    return Constants(**rounded)
+    highest = numpy.array([1e-9 if name in PARTS else numpy.inf for name in SPREADS])
+    solved = optimize.least_squares(
+        residuals,
+        numpy.minimum(start, highest - 1e-9),
+        loss=loss,
+        f_scale=LOUD,
+        bounds=(-numpy.inf, highest),
+    )
+    values = (float(f"{value:.3g}") for value in numpy.exp(solved.x).tolist())
+    return dataclasses.replace(found.constants, **dict(zip(SPREADS, values, strict=True)))
+
+
+def fit(prepared: Sequence[Prepared]) -> Slopes:
+    """Return the constants that predict rows best, with slopes there: steps along slopes, until they stay."""
+    found = slopes_at(prepared, FITTED)
+    for _ in range(MOST_STEPS):
+        solved = solve(found)
+        print(f"  {solved}", flush=True)
+        moved = abs(_logs(solved) - _logs(found.constants)).max()
+        found = slopes_at(prepared, solved)
+        if moved < 0.02:
+            break
+    return found
 
 
 class Held(NamedTuple):
@@ -331,14 +338,17 @@ def print_scores(rows: Sequence[Row]) -> None:
             print(f"  worst, {what}: {row.values['id']} {predicted:.4g} for {measured:.4g}")
 
 
-def leave_one_out(prepared: Sequence[Prepared]) -> list[tuple[float, float]]:
-    """Predict the rows of each source with constants that were fitted on the others."""
+def leave_one_out(prepared: Sequence[Prepared], fitted: Slopes) -> list[tuple[float, float]]:
+    """Predict the rows of each source with constants that were fitted on the others, by slopes at those of all."""
     pairs = []
-    for source in sorted({each.row.source for each in prepared}):
-        others = [each for each in prepared if each.row.source != source]
+    sources = [each.row.source for each in prepared]
+    for source in sorted(set(sources)):
+        constants = solve(fitted.of([n for n, each in enumerate(sources) if each != source]))
         own = [each for each in prepared if each.row.source == source]
-        constants = fit(others)
-        found = [(seconds(each, constants), each.row.step_s or 1) for each in own]
+        found = [
+            (math.exp(error(each, constants)) * (each.row.step_s or 1), each.row.step_s or 1)
+            for each in own
+        ]
         print(f"  without {source}: {score(found, 0.3)}")
         pairs += found
     return pairs
@@ -415,8 +425,9 @@ def main() -> None:
                     prepared.append(prepare(row))
                 except UnsupportedRowError:
                     continue
-        print(f"fitted on all: {fit(prepared)}")
-        pairs = leave_one_out(prepared)
+        fitted = fit(prepared)
+        print(f"fitted on all: {fitted.constants}")
+        pairs = leave_one_out(prepared, fitted)
         ratios = sorted(measured / predicted for predicted, measured in pairs)
         low, high = (ratios[int(part * len(ratios))] for part in (0.05, 0.95))
         print(

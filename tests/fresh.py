@@ -156,7 +156,12 @@ shared_memory._SPIN_S = shared_memory._YIELD_S = 0.0
 """
 
 # triton, which torch's compiler imports where it is installed, reports at the end of a process what was not freed.
-_WITHOUT_TRITON = "import sys; sys.modules['triton'] = None"
+# A torch with CUDA warns that it counts no FLOPs of it.
+_WITHOUT_TRITON = """
+import logging, sys
+sys.modules["triton"] = None
+logging.getLogger("torch.utils.flop_counter").setLevel("ERROR")
+"""
 
 # What is imported is frozen: a fork that ends would look through all of it for garbage, for some 3 s.
 _SERVER = """

@@ -149,6 +149,10 @@ def test_kernels_of_other_sizes_are_like_those_of_the_same_operator_alone(
     assert costs.work_seconds(work._replace(count=2)) == pytest.approx(2e-3)
     # A gradient's sum has no name; a convolution is not like a product, though it counts as one.
     assert costs.work_seconds(work._replace(name="")) == pytest.approx(1e-3)
+    copied = Work(WorkKind.MEMORY, 0.0, 1e6, dtype="float32", name="copy_")  # without values alone
+    moved = KernelTime("memory", "add", "float32", (), 0.0, 1e6, 0.5)
+    found = _costs(_figures(workload, kernels=(*sized, moved))).work_seconds(copied)
+    assert found == pytest.approx(0.5)
     for other in (Work(WorkKind.ATTENTION, 1.0, 1.0), work._replace(name="convolution")):
         with pytest.raises(CostError, match=f"no {other.name or 'attention'} .*--ranks 2"):
             costs.work_seconds(other)

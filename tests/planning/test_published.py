@@ -112,8 +112,9 @@ def test_a_known_run_is_predicted_as_it_was_measured() -> None:
 def test_a_change_has_its_effect(
     values: Mapping[str, str], is_longer: bool | None, is_larger: bool | None
 ) -> None:
-    for notes in (ROW["notes"], "master=fp32; moe=experts=8,top_k=8,moe_ffn=512"):
-        row = changed(notes=notes)
+    plain, gelu = ROW["notes"], "master=fp32; mlp=gelu2"
+    for notes in (plain, gelu, "master=fp32; moe=experts=8,top_k=8,moe_ffn=512"):
+        row = changed(notes=notes) | ({"params_b": ""} if notes == gelu else {})
         before = predict_row(row)
         after = predict_row(row | values | {"notes": f"{notes}; {values.get('notes', '')}"})
         if is_longer is not None:
@@ -206,6 +207,25 @@ def test_passes_beyond_two_are_like_the_second() -> None:
     assert steps[2] - steps[1] == pytest.approx(steps[1] - steps[0], rel=1e-3)
 
 
+@pytest.mark.parametrize("system", ["ddp", "zero1"])
+def test_gradients_that_are_reduced_once_are_so_with_any_number_of_passes(system: str) -> None:
+    kind = {"system": system, "sharding": "", "shard_size": "", "act_ckpt": "full"}
+    row = changed(**kind, num_gpus="64", inter_node_gbps="5")
+    steps = {n: predict_row(row | {"grad_accum": str(n)}).step_s for n in (1, 2, 8)}
+    assert steps[8] - steps[2] == pytest.approx(6 * (steps[2] - steps[1]), rel=0.1)
+    in_parts = row | {"num_gpus": "256", "pp": "4", "grad_accum": "64"}
+    bubbles = [published_run(in_parts | {"micro_batch_per_gpu": n}).bubble for n in ("1", "2")]
+    assert bubbles == [1 + 3 / 64, 1 + 3 / 128]
+
+
+def test_attention_by_single_operators_keeps_its_scores() -> None:
+    row = changed(act_ckpt="none", gpu="H200-141GB-SXM")
+    fused, eager = predict_row(row), predict_row(row | {"attention": "eager"})
+    scores = 2 * 8192 * 8192 * 32 * 32  # bytes a score, of each layer and head
+    assert eager.needed_nbytes - fused.needed_nbytes == pytest.approx(scores, rel=0.05)
+    assert eager.step_s > 1.2 * fused.step_s
+
+
 def test_what_is_not_given_is_the_least_that_fits() -> None:
     assert "took none" in predict_row(changed(act_ckpt="", seq_len="2048")).reason
     found = predict_row(changed(act_ckpt="", micro_batch_per_gpu="4", attention="triton"))
@@ -221,7 +241,7 @@ def test_what_is_not_given_is_the_least_that_fits() -> None:
         ({"notes": "opt=banana"}, "opt=banana is not known: took adamw"),
         ({"notes": "master=banana"}, "master=banana is not known: took fp32"),
         ({"notes": "master=bf16banana"}, "master=bf16banana is not known: took fp32"),
-        ({"notes": "mlp=7"}, "mlp=7 is not known: took gated"),
+        ({"notes": "mlp=7"}, "mlp=7 is not known: took gated of gated, swiglu, gelu2"),
         ({"notes": "precision=int3"}, "precision=int3 is not known: took bf16"),
         ({"notes": "train=banana"}, "train=banana is not known: took full"),
         ({"notes": "moe=experts=8,topk=2"}, "topk= is not known"),

@@ -137,6 +137,7 @@ def test_units_within_units_are_not_joined() -> None:
     workload = Subject(model, units=units).workload(TrainingSetup(H100, 8, seq=64))
     with pytest.raises(SearchError, match="within each other"):
         group_units(workload, 2)
+    assert Subject(model, units=[["model.layers.0"]]).units == ["model.layers.0"]  # alone
     assert len(group_units(workload, WHOLE).units) == 1
 
 

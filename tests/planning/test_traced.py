@@ -750,6 +750,7 @@ def _quantized() -> nn.Module:
         ),
         (lambda: trace_workload(mlp(1, 8), Example()), "no tensors"),
         (lambda: trace_workload(mlp(3, 8), EXAMPLE, units=[["0", "2"], "2"]), "2 is in two units"),
+        (lambda: trace_workload(mlp(3, 8), EXAMPLE, units=["2", "2"]), "2 is in two units"),
         (lambda: trace_workload(mlp(3, 8), EXAMPLE, units=[[]]), "no modules"),
         (
             lambda: trace_workload(Parts(2), EXAMPLE, units=[["layers.0", "layers.1"]]),

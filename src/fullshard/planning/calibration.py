@@ -26,7 +26,7 @@ from fullshard.plan.step import PlannedStep
 from fullshard.plan.units import first_names
 from fullshard.plan.workload import Work, WorkKind, Workload, WorkloadUnit
 from fullshard.planning.costs import Constants, CostError
-from fullshard.planning.kernels import dtype_name
+from fullshard.planning.kernels import FILLS, dtype_name
 from fullshard.planning.machines import Gpu, Machine
 
 SCHEMA = "fullshard-machine/1"
@@ -254,8 +254,11 @@ class CalibratedCosts:
         return at_size(self._curve(work), _size(work))
 
     def _curve(self, work: Work) -> Sequence[Point]:
-        """Return what kernels like this one took; of one without a name, the others of its kind tell how fast it is."""
-        keys = _keys(work)[: 1 if work.name else None]
+        """Return what kernels like this one took; of one without a name, the others of its kind tell how fast it is.
+
+        So they do of copies, which a trace without values has where a run writes in place.
+        """
+        keys = _keys(work)[: 1 if work.name and work.name not in FILLS else None]
         return next((self._curves[key] for key in keys if key in self._curves), ())
 
     def check(self, works: Iterable[Work]) -> None:

@@ -24,7 +24,7 @@ class Constants:
     matmul: of the sustained rate of a benchmark that matrix products reach within a step.
     attention: of the rate of FlashAttention-2 forward that attention reaches, forward and backward together.
     attention_triton: the same for kernels written in Triton.
-    traffic, traffic_fused: of the memory's nominal rate that operators reach, single ones and compiled ones.
+    traffic: of the memory's nominal rate that operators reach which move bytes alone. rows: where they pick single rows.
     fp8: of the rate at which a benchmark rounds inputs to 8 bits.
     power: of the nominal rate that parts with less power reach.
     network: of the rate between hosts.
@@ -34,15 +34,15 @@ class Constants:
     device: of which the driver says that they are in use, for each such byte.
     """
 
-    matmul: float = 1.02
-    attention: float = 0.58
-    attention_triton: float = 0.471
-    traffic: float = 1.15
-    traffic_fused: float = 0.611
-    fp8: float = 2.08
-    power: float = 0.928
-    network: float = 0.783
-    contention: float = 0.4
+    matmul: float = 1.01
+    attention: float = 0.602
+    attention_triton: float = 0.473
+    traffic: float = 0.872
+    rows: float = 0.332
+    fp8: float = 1.94
+    power: float = 0.847
+    network: float = 1.0
+    contention: float = 0.681
     reserved: float = 1.14
     reserved_growing: float = 1.04
     device: float = 1.36
@@ -64,13 +64,12 @@ class CostError(FullshardError, ValueError):
 class Manner:
     """How a program runs what it computes.
 
-    is_fused: neighbours are one kernel, by a compiler. attention: "flash", "sdpa", "triton", "cudnn" or "eager".
+    attention: "flash", "sdpa", "triton", "cudnn" or "eager".
     copied: bytes that COMPUTE copies for each byte of a collective. unit_s, kernel_s: seconds of the host for
     a unit and step, and for a kernel. optimizer_nbytes: read and written for each element that is trained.
     stride, replica_stride: distances of neighbours among the ranks of a unit, and among its replicas.
     """
 
-    is_fused: bool = False
     attention: str = "sdpa"
     copied: float = 0.0
     unit_s: float = 2e-4
@@ -108,11 +107,9 @@ class Costs:
             case WorkKind.ATTENTION:
                 return self._attention_seconds(work)
             case WorkKind.MEMORY:
-                constants = self.constants
-                share = constants.traffic_fused if self._manner.is_fused else constants.traffic
-                return work.nbytes / (self.machine.gpu.memory_rate * share)
+                return work.nbytes / (self.machine.gpu.memory_rate * self.constants.traffic)
             case WorkKind.ROWS:
-                return work.nbytes / (self.machine.gpu.memory_rate * self.constants.traffic_fused)
+                return work.nbytes / (self.machine.gpu.memory_rate * self.constants.rows)
             case WorkKind.EXCHANGE:
                 return self.collective_seconds(
                     ActionKind.ALL_GATHER, work.nbytes, work.shape[0], stride=work.shape[1]

@@ -1,6 +1,7 @@
 """Put a plan together: what a step does, how long it takes, and what it holds."""
 
 import dataclasses
+import functools
 
 from fullshard.plan.actions import ActionKind
 from fullshard.plan.simulator import Simulated, StepMemory, follow_memory, simulate
@@ -24,7 +25,6 @@ class Estimate:
 
     step: PlannedStep
     simulated: Simulated
-    memory: StepMemory
     optimizer_s: float
     contention_s: float
     workload: Workload = dataclasses.field(repr=False)
@@ -37,6 +37,18 @@ class Estimate:
     def step_s(self) -> float:
         return self.simulated.step_s + self.contention_s
 
+    @property
+    def first_pass_s(self) -> float:
+        """When the second of two micro-batches begins."""
+        pairs = zip(self.step.actions, self.simulated.spans, strict=True)
+        forwards = [span for action, span in pairs if action.kind is ActionKind.FORWARD]
+        return forwards[len(forwards) // 2].start_s
+
+    @functools.cached_property
+    def memory(self) -> StepMemory:
+        """What the step holds."""
+        return follow_memory(self.step)
+
 
 def estimate_step(
     workload: Workload,
@@ -46,7 +58,17 @@ def estimate_step(
     offload: str = "none",
 ) -> Estimate:
     """Plan a step of a workload, and run it on the clocks of a machine. offload: see `planning.offloading`."""
-    step = plan_step(workload, settings)
+    return time_step(plan_step(workload, settings), workload, settings, costs, offload)
+
+
+def time_step(
+    step: PlannedStep,
+    workload: Workload,
+    settings: StepSettings,
+    costs: Costs | CalibratedCosts,
+    offload: str = "none",
+) -> Estimate:
+    """Run a planned step on the clocks of a machine. offload: see `planning.offloading`."""
     trained = sum(
         plan_unit(workload.units[number].params, settings.sharding).trained_numel
         for number in workload.running
@@ -66,7 +88,6 @@ def estimate_step(
     return Estimate(
         step,
         simulated,
-        follow_memory(step),
         optimizer,
         costs.constants.contention * max(0.0, moving - exposed),
         workload,

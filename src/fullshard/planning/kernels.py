@@ -100,7 +100,7 @@ _LOOK_UPS = frozenset(("embedding", "index", "index_select", "gather", "take"))
 _PUTS = frozenset(
     ("index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_")
 )
-_FILLS = frozenset(("copy_", "zero_", "fill_"))
+FILLS = frozenset(("copy_", "zero_", "fill_"))
 
 
 # The matrices that an operator multiplies.
@@ -122,7 +122,7 @@ def _moved(call: Call) -> int:
         return others_nbytes + 2 * call.written_nbytes
     if call.name in _PUTS:
         return 3 * others_nbytes
-    return call.read_nbytes if call.name in _FILLS else call.nbytes
+    return call.read_nbytes if call.name in FILLS else call.nbytes
 
 
 def _matmul(call: Call, sizes: tuple[int, int, int], nbytes: int) -> Kernel:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from fullshard.errors import FullshardError
-from fullshard.plan.actions import ActionKind, Holding
+from fullshard.plan.actions import Holding
 from fullshard.plan.simulator import StepMemory, follow_memory
 from fullshard.plan.step import OptimizerPlan, StepSettings, plan_step
 from fullshard.plan.unit_plan import Sharding
@@ -32,10 +32,8 @@ from fullshard.planning.shapes import (
     CHUNKED_LOSS,
     COMPILED_LOSS,
     EAGER,
-    EAGER_GELU,
     FLASH_GPT_LOSS,
     FLASH_LOSS,
-    FUSED,
     PARALLEL_LOSS,
     RETURNED_LOSS,
     TRITON_LOSS,
@@ -46,6 +44,7 @@ from fullshard.planning.shapes import (
     Parts,
     ShapeError,
     TransformerShape,
+    kernels_of,
     shape_workload,
 )
 
@@ -129,11 +128,15 @@ class PublishedRun(NamedTuple):
     @property
     def bubble(self) -> float:
         """Return by how much a pipeline's idle time makes a step longer, with micro-batches of one sequence."""
-        return 1 + (self.batch.parts.pipeline - 1) / self.batch.sequences
+        return 1 + (self.batch.parts.pipeline - 1) / (self.batch.sequences * self.micro_batches)
 
-    def stride_of(self, kind: ActionKind) -> int:
-        """Return the distance of neighbours among the ranks of a collective."""
-        return self.manner.replica_stride if kind is ActionKind.ALL_REDUCE else self.manner.stride
+    def step_seconds(self, estimate: Estimate) -> float:
+        """Return the seconds of a step with all its micro-batches, of an estimate with two of them at most."""
+        planned = self.settings.num_microbatches
+        one = (estimate.step_s - estimate.optimizer_s) / planned
+        if planned > 1 and not self.settings.reduces_each:
+            one = estimate.first_pass_s  # the last one alone reduces
+        return (estimate.step_s + one * (self.micro_batches - planned)) * self.bubble
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -246,6 +249,7 @@ def published_run(values: Mapping[str, str]) -> PublishedRun:
         has_outer_units=row.text("system") in ("fsdp2", "simplefsdp"),
         # FSDP1 with frozen weights: seen in every run of it.
         has_two_recomputed=is_lora and is_flat and settings.sharding.shard_size > 1,
+        writes_scores=row.text("attention") == "eager",
         autocasts=autocasts,
         keeps_cache=autocasts,  # a model of Transformers returns it unless it is the one that recomputes
         parts=parts,
@@ -256,9 +260,7 @@ def published_run(values: Mapping[str, str]) -> PublishedRun:
         settings=settings,
         machine=_machine(row),
         micro_batches=row.integer("grad_accum", 1),
-        manner=_manner(
-            row, parts, settings.sharding.shard_size, is_fused=is_fused, is_flat=is_flat
-        ),
+        manner=_manner(row, parts, settings.sharding.shard_size, is_flat=is_flat),
         held_as=_held_as(row),
         system=row.text("system"),
         offload="none" if row.text("offload", "none") == "none" else "params",
@@ -290,7 +292,7 @@ def _check_words(row: _Row) -> None:
     for note, known in _NOTES.items():  # not a closed list
         word = row.notes.get(note, known[0])
         if not re.match(f"({'|'.join(known)})(?![a-z])", word):
-            row.assumed.append(f"{note}={word} is not known: took {known[0]}")
+            row.assumed.append(f"{note}={word} is not known: took {known[0]} of {', '.join(known)}")
             del row.notes[note]
 
 
@@ -328,12 +330,11 @@ def _master(row: _Row) -> torch.dtype:
     return torch.float32 if stored == "fp32" and not owns_copy else torch.bfloat16
 
 
-def _manner(row: _Row, parts: Parts, shard_size: int, *, is_fused: bool, is_flat: bool) -> Manner:
+def _manner(row: _Row, parts: Parts, shard_size: int, *, is_flat: bool) -> Manner:
     attention, kind = row.text("attention", "sdpa"), _optimizer(row)
     if row.text("system") in ("megatron_fsdp", "jax_fsdp"):
         attention = "cudnn"
     return Manner(
-        is_fused=is_fused,
         attention=attention,
         copied=0.0 if is_flat else 4.0,
         # Of PyTorch's engine, measured by `bench/host.py`; DeepSpeed's hooks are Python of every module.
@@ -370,7 +371,7 @@ def _kernels(row: _Row, shape: TransformerShape, *, is_fused: bool, autocasts: b
         usual = RETURNED_LOSS if system == "fsdp1" else WHOLE_LOSS
         flash = FLASH_LOSS if shape.gated_mlp else FLASH_GPT_LOSS
         loss = {"flash": flash, "triton": TRITON_LOSS}.get(attention, usual)
-    kernels = FUSED if is_fused else EAGER if shape.gated_mlp else EAGER_GELU
+    kernels = kernels_of(shape, is_compiled=is_fused)
     if system == "thunder_fsdp":  # fuses what runs, and keeps what single operators keep
         kernels = dataclasses.replace(kernels, norm_kept=EAGER.norm_kept, gate_kept=EAGER.gate_kept)
     return dataclasses.replace(kernels, loss=loss)
@@ -558,8 +559,7 @@ def estimate_run(run: PublishedRun, constants: Constants = FITTED) -> tuple[Work
 
 def _predict(run: PublishedRun, constants: Constants) -> Prediction:
     workload, estimate = estimate_run(run, constants)
-    passes = (estimate.step_s - estimate.optimizer_s) / run.settings.num_microbatches
-    step_s = (estimate.optimizer_s + passes * run.micro_batches) * run.bubble
+    step_s = run.step_seconds(estimate)
     more = _of_other_engines(run, estimate.memory) + _gathered_nbytes(run, workload)
     memory = _allocated(run, workload, estimate)
     peak = tensors = memory.peak_nbytes + more

@@ -270,7 +270,6 @@ class TrainingSetup:
         """Return how kernels run."""
         kind, size = OPTIMIZERS[self.optimizer], trained_dtype(workload).itemsize
         return Manner(
-            is_fused=self.is_compiled,
             attention=self.attention,
             replica_stride=self.shards,
             optimizer_nbytes=kind.num_passed

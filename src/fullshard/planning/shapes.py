@@ -231,9 +231,9 @@ EAGER_GELU = Kernels(
     loss=WHOLE_LOSS,
     num_launched=12,
 )
-# Neighbours in one kernel, as a compiler makes them, but not in the loss.
+# Neighbours in one kernel, as a compiler makes them, but not in the loss: the bytes that TorchInductor counts of a layer.
 FUSED = Kernels(
-    norm_moved=6.0,
+    norm_moved=9.0,
     norm_kept=2.0,
     residual_moved=4.0,
     rotary_moved=4.0,
@@ -244,6 +244,16 @@ FUSED = Kernels(
     num_launched=8,
     keeps_unread=False,
 )
+FUSED_GELU = dataclasses.replace(
+    FUSED, norm_moved=5.0, rotary_moved=0.0, gate_moved=4.0, gate_kept=2.0, num_launched=4
+)
+
+
+def kernels_of(shape: TransformerShape, *, is_compiled: bool) -> Kernels:
+    """Return how the layers of a shape are usually written."""
+    if is_compiled:
+        return FUSED if shape.gated_mlp else FUSED_GELU
+    return EAGER if shape.gated_mlp else EAGER_GELU
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -271,7 +281,8 @@ class MicroBatch:
     param_dtype: of the stored parameters. lora_rank: of adapters on attention's projections; 0 trains all
     weights. has_mask: attention computes half of its square. has_outer_units: embedding and head are units, and not
     the root's, unless they share a matrix. has_two_recomputed: while a layer's backward runs, the one before is
-    computed again. autocasts: parameters are gathered in float32, and layers pass that on. keeps_cache: keys and values
+    computed again. writes_scores: attention is single operators, which write what they have of each pair of tokens.
+    autocasts: parameters are gathered in float32, and layers pass that on. keeps_cache: keys and values
     stay until the loss is there, as of a decoder that returns them.
     """
 
@@ -285,6 +296,7 @@ class MicroBatch:
     has_mask: bool = True
     has_outer_units: bool = False
     has_two_recomputed: bool = False
+    writes_scores: bool = False
     autocasts: bool = False
     keeps_cache: bool = False
     parts: Parts = Parts()
@@ -453,7 +465,7 @@ def _block(shape: TransformerShape, batch: MicroBatch, layer: int) -> Stretch:
     adapters, adapters_back = _adapter_work(shape, batch, layer)
     attention = _attention(shape, batch)
     moved, kept = _elementwise(shape, batch, layer)
-    moved_back = [each._replace(nbytes=2 * each.nbytes, count=2 * each.count) for each in moved]
+    moved_back = [each._replace(count=2 * each.count) for each in moved]
     exchanged = _exchanges(shape, batch, layer)
     hidden_nbytes = batch.itemsize * tokens * shape.hidden / tensor
     forward = (*multiply, *adapters, attention, *moved, *exchanged)
@@ -558,6 +570,11 @@ def _attention(shape: TransformerShape, batch: MicroBatch) -> Work:
     return Work(WorkKind.ATTENTION, flops, nbytes, size, "bfloat16", 1, "attention")
 
 
+# Bytes of a pair of tokens and head, in 16 bits and without dropout. Moved by a forward: written by the product, read and
+# written by the softmax, read by the other product. Kept: what the softmax made.
+_SCORE_MOVED, _SCORE_KEPT = 8.0, 2.0
+
+
 def _attention_kept(shape: TransformerShape, batch: MicroBatch) -> float:
     heads = shape.num_heads / batch.parts.tensor
     return batch.tokens * heads * (2 * shape.head_dim + 4)
@@ -578,6 +595,10 @@ def _elementwise(
     moved = [_memory(nbytes, "elementwise", kernels.num_launched)]
     kept = hidden * 2 * (kernels.norm_kept + 2) + 2 * heads + _attention_kept(shape, batch)
     kept += inner * (kernels.gate_kept + 2)
+    if batch.writes_scores:
+        scores = tokens * batch.seq * shape.num_heads / tensor
+        moved.append(_memory(_SCORE_MOVED * scores, "scores", 3))
+        kept += _SCORE_KEPT * scores
     if batch.autocasts:  # each product casts its input and its weights, and keeps them
         kept += 2 * tokens * shape.hidden * (0 if batch.lora_rank else 3)
         kept += 2 * _numel(_matrices(shape, layer)) / tensor

@@ -30,10 +30,10 @@ from fullshard.planning.recomputing import recompute
 from fullshard.planning.setup import SetupError, TrainingSetup
 from fullshard.planning.shapes import (
     EAGER,
-    EAGER_GELU,
     FUSED,
     MicroBatch,
     TransformerShape,
+    kernels_of,
     shape_workload,
 )
 from fullshard.planning.traced import (
@@ -76,7 +76,12 @@ class Subject:
         units: Units | None = None,
         loss: Callable[[Any], Tensor] | None = None,
     ) -> None:
-        self.units, self._inputs, self._loss = units, inputs, loss
+        self._inputs, self._loss = inputs, loss
+        self.units: Units | None = None
+        if units is not None:
+            self.units = [
+                each if isinstance(each, str) or len(each) > 1 else each[0] for each in units
+            ]
         self._workloads: dict[Any, Workload] = {}
         self.counts = "tokens"  # or samples
         self._build: Callable[[], nn.Module] | None = None
@@ -197,7 +202,7 @@ class Subject:
             raise SetupError(
                 "a shape is planned as computed in 16 bits. For float32, give the model itself."
             )
-        kernels = FUSED if setup.is_compiled else EAGER if shape.gated_mlp else EAGER_GELU
+        kernels = kernels_of(shape, is_compiled=setup.is_compiled)
         batch = MicroBatch(setup.batch, setup.seq, setup.checkpointing, kernels)
         return shape_workload(shape, batch)
 

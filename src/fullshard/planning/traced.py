@@ -271,8 +271,9 @@ def _units_of(model: nn.Module, units: Units | None) -> dict[str, int]:
         if not group:
             raise TraceError("A unit has no modules: leave it out.")
         for path in sorted(group):
-            if groups.setdefault(path, group) != group:
+            if path in groups and (path or groups[path] != group):  # the root is one, named or not
                 raise TraceError(f"{path or 'the root'} is in two units: name it once.")
+            groups[path] = group
             if not _has_forward(named[path]):
                 raise TraceError(
                     f"{path or 'the root'} ({type(named[path]).__name__}) has no forward of its own, so it cannot be a "
