@@ -348,7 +348,7 @@ _MOST_LINES = {
     "state": 3277,
     "tools": 17632,
     "top": 2221,
-    "watch": 1515,
+    "watch": 1528,
 }
 
 

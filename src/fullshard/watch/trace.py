@@ -293,8 +293,10 @@ class Tracer(Observer):
 
     def _sample(self, now: Moment | None) -> None:
         nbytes = self._meter.read()
-        if not self._samples or self._samples[-1][1] != nbytes:
-            self._samples.append((self._moments.take() if now is None else now, nbytes))
+        between = self._meter.highest_since(self._samples[-1][1]) if self._samples else None
+        if between or not self._samples or self._samples[-1][1] != nbytes:
+            moment = self._moments.take() if now is None else now
+            self._samples += [(moment, each) for each in (between, nbytes) if each is not None]
 
     def _close(self, kind: Kind, unit: int, now: Moment) -> None:
         if started := self._open[kind, unit]:

@@ -26,12 +26,12 @@ from fullshard.torch_private import local_part
 class SavedTensors:
     """Counts what autograd saves for backward, as a pair of saved-tensor hooks.
 
-    nbytes: of the distinct storages that are saved at the moment. ignored: tensors that are counted
+    nbytes: of the distinct storages that are saved at the moment; highest: since it was last set. ignored: tensors that are counted
     elsewhere, such as parameters, whose storages count for their unit.
     """
 
     def __init__(self, ignored: Sequence[torch.Tensor]) -> None:
-        self.nbytes = 0
+        self.nbytes = self.highest = 0
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
         self._uses: dict[int, int] = {}
 
@@ -45,6 +45,7 @@ class SavedTensors:
         self._uses[key] = uses + 1
         if not uses:
             self.nbytes += storage.nbytes()
+            self.highest = max(self.highest, self.nbytes)
         return _Saved(self, tensor, key, storage.nbytes())
 
     @staticmethod
@@ -134,6 +135,16 @@ class MemoryMeter:
             for _, memory in state_memory(self._optimizer)
             if memory.device.type == device.type
         )
+
+    def highest_since(self, last: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the bytes of each category when most was saved since the last reading; None if that is one of its ends.
+
+        The loss saves what its own backward has dropped before a unit's begins.
+        """
+        highest, self.saved.highest = self.saved.highest, self.saved.nbytes
+        if highest <= max(last[_SAVED], self.saved.nbytes):
+            return None
+        return (*last[:_SAVED], highest, *last[_SAVED + 1 :])
 
     def read(self) -> tuple[int, ...]:
         """Return the bytes of each category, in the order of CATEGORIES."""
