@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fullshard.engine.precision import Swap, map_tensors, undo_swaps
 from tests.api import Api
 from tests.harness import on_ranks, rank
 from tests.models import mlp
@@ -51,6 +52,16 @@ def test_floating_inputs_are_cast_wherever_they_are_and_integers_are_not(api: Ap
     model(make_batch(8), extra={"float": torch.ones(1), "int": torch.ones(1, dtype=torch.long)})
     assert model.seen["float"] == BF16
     assert model.seen["int"] == torch.long
+
+
+def test_what_is_written_in_place_of_an_input_is_not_taken_for_it() -> None:
+    before, swaps = torch.ones(1), list[Swap]()
+    container = [before]
+    map_tensors(torch.clone, container, swaps)
+    container.clear()  # frees the clone, whose `id` the next may take
+    container += [torch.zeros(1), torch.zeros(1)]
+    undo_swaps(swaps)
+    assert not any(each is before for each in container)
 
 
 @on_ranks(2)

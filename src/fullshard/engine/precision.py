@@ -14,18 +14,21 @@ from fullshard.torch_private import pytree
 
 
 class Swap(NamedTuple):
-    """A container whose tensors were changed in place, and what was there before, by the `id` of what is there now."""
+    """A container whose tensors were changed in place: what is there now and what was before, by the `id` of the first.
+
+    Both are kept: the program may drop what is there, and another object take its `id`.
+    """
 
     container: Any
-    before: dict[int, Any]
+    pairs: dict[int, tuple[Any, Any]]
 
 
 def undo_swaps(swaps: list[Swap]) -> None:
     """Put tensors back that are still in their containers; what a program has put there since stays."""
-    for container, before in reversed(swaps):
+    for container, pairs in reversed(swaps):
         for key, value in _items(container):
-            if id(value) in before:
-                _put(container, key, before[id(value)])
+            if id(value) in pairs:
+                _put(container, key, pairs[id(value)][1])
 
 
 def cast_inputs(
@@ -83,7 +86,7 @@ def map_tensors(
         for key, (_, new) in changes.items():
             _put(result, key, new)
         if result is tree and swaps is not None:
-            swaps.append(Swap(tree, {id(new): old for old, new in changes.values()}))
+            swaps.append(Swap(tree, {id(new): (new, old) for old, new in changes.values()}))
         return result
     if isinstance(tree, tuple) and (kind is tuple or hasattr(kind, "_make")):
         leaves, rebuild = [*tree], tuple if kind is tuple else kind._make
