@@ -344,7 +344,7 @@ _MOST_LINES = {
     "optim": 2246,
     "peers": 3375,
     "plan": 4140,
-    "planning": 6856,
+    "planning": 6864,
     "state": 3277,
     "tools": 17632,
     "top": 2221,

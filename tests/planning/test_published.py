@@ -213,9 +213,10 @@ def test_gradients_that_are_reduced_once_are_so_with_any_number_of_passes(system
     row = changed(**kind, num_gpus="64", inter_node_gbps="5")
     steps = {n: predict_row(row | {"grad_accum": str(n)}).step_s for n in (1, 2, 8)}
     assert steps[8] - steps[2] == pytest.approx(6 * (steps[2] - steps[1]), rel=0.1)
-    in_parts = row | {"num_gpus": "256", "pp": "4", "grad_accum": "64"}
-    bubbles = [published_run(in_parts | {"micro_batch_per_gpu": n}).bubble for n in ("1", "2")]
-    assert bubbles == [1 + 3 / 64, 1 + 3 / 128]
+    # The parts of a pipeline are idle once a step, whatever is exchanged.
+    in_parts = row | {"num_gpus": "256", "pp": "4"}
+    steps = {n: predict_row(in_parts | {"grad_accum": str(n)}).step_s for n in (1, 2, 64)}
+    assert steps[1] < steps[2] < steps[64] < 32 * steps[2]
 
 
 def test_attention_by_single_operators_keeps_its_scores() -> None:

@@ -12,6 +12,7 @@ from fullshard.planning.calibration import CalibratedCosts
 from fullshard.planning.costs import Costs
 from fullshard.planning.offloading import host_nbytes, offloaded
 
+_COMPUTING = (ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD)
 _COLLECTIVES = (ActionKind.ALL_GATHER, ActionKind.REDUCE_SCATTER, ActionKind.ALL_REDUCE)
 
 
@@ -36,6 +37,12 @@ class Estimate:
     @property
     def step_s(self) -> float:
         return self.simulated.step_s + self.contention_s
+
+    @property
+    def computing_s(self) -> float:
+        """How long kernels of the model run."""
+        pairs = zip(self.step.actions, self.simulated.spans, strict=True)
+        return sum(span.end_s - span.start_s for action, span in pairs if action.kind in _COMPUTING)
 
     @property
     def first_pass_s(self) -> float:

@@ -125,18 +125,19 @@ class PublishedRun(NamedTuple):
     gradient_owners: int = 1
     assumed: tuple[str, ...] = ()
 
-    @property
-    def bubble(self) -> float:
-        """Return by how much a pipeline's idle time makes a step longer, with micro-batches of one sequence."""
-        return 1 + (self.batch.parts.pipeline - 1) / (self.batch.sequences * self.micro_batches)
-
     def step_seconds(self, estimate: Estimate) -> float:
-        """Return the seconds of a step with all its micro-batches, of an estimate with two of them at most."""
+        """Return the seconds of a step with all its micro-batches, of an estimate with two of them at most.
+
+        Where layers are divided, the last part waits for the first to compute a sequence, and so on, once a step.
+        """
         planned = self.settings.num_microbatches
         one = (estimate.step_s - estimate.optimizer_s) / planned
         if planned > 1 and not self.settings.reduces_each:
             one = estimate.first_pass_s  # the last one alone reduces
-        return (estimate.step_s + one * (self.micro_batches - planned)) * self.bubble
+        idle = (
+            (self.batch.parts.pipeline - 1) / self.batch.sequences * estimate.computing_s / planned
+        )
+        return estimate.step_s + one * (self.micro_batches - planned) + idle
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
