@@ -342,12 +342,12 @@ _MOST_LINES = {
     "migrate": 920,
     "models": 1185,
     "optim": 2246,
-    "peers": 3375,
+    "peers": 3379,
     "plan": 4140,
     "planning": 6864,
     "state": 3277,
-    "tools": 17632,
-    "top": 2221,
+    "tools": 17644,
+    "top": 2230,
     "watch": 1528,
 }
 

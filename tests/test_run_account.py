@@ -195,7 +195,8 @@ def test_the_command_starts_ranks_itself(tmp_path: Path) -> None:
         ("75 75", 75, " failed with exit code 75"),
         ("5 saves", 5, "rank 0 failed with exit code 5; rank 1 ended later."),
         ("-9 stays", 3, "was killed by SIGKILL; the other rank was ended."),
-        ("raises raises", 1, "fullshard run: ranks 0-1 failed."),
+        ("-15 raises", 3, "was killed by SIGTERM; rank 1 ended later."),
+        ("raises raises follows", 1, "fullshard run: ranks 0-1 failed; rank 2 ended later."),
     ],
 )  # fmt: skip
 def test_the_script_s_exit_code_is_passed_on_and_the_last_line_says_what_became_of_ranks(
@@ -208,7 +209,8 @@ def test_the_script_s_exit_code_is_passed_on_and_the_last_line_says_what_became_
         "if ways[rank] == 'saves': signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))\n"
         "while len([*pathlib.Path().glob('here-*')]) < len(ways): time.sleep(0.01)\n"
         "if '0' in ways[:rank]: time.sleep(1)\n"
-        "if ways[rank] == '-9': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if ways[rank][0] == '-': os.kill(os.getpid(), -int(ways[rank]))\n"
+        "if ways[rank] == 'follows': from fullshard.errors import PeerLostError; raise PeerLostError('rank 0')\n"
         "if ways[rank] == 'raises':\n"
         "    import atexit\n"
         "    atexit.register(time.sleep, rank)\n"
@@ -256,7 +258,9 @@ def test_a_stop_while_the_command_imports_is_no_traceback(
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_a_killed_rank_of_the_command_is_named_with_its_layer(tmp_path: Path) -> None:
+def test_a_rank_of_the_command_that_is_killed_or_exits_is_named_with_its_layer(
+    tmp_path: Path,
+) -> None:
     die = """
     fully_shard(model[0])
     fully_shard(model)
@@ -272,6 +276,12 @@ def test_a_killed_rank_of_the_command_is_named_with_its_layer(tmp_path: Path) ->
     named = next((x for x in ended.err.splitlines() if x.startswith("rank 1 (pid ")), ended.err)
     assert "SIGKILL" in named
     assert "step 1, forward" in named
+    leave = die.replace("os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)")
+    waiting, left = _run(tmp_path, f"{FEW_LINES}\n    import sys{leave}")
+    assert (waiting.code, left.code) == (1, 3)
+    assert re.search(
+        r"PeerLostError: rank 1 .*forward.* SystemExit: 3 .*script\.py:\d+", waiting.err
+    )
 
 
 def test_what_trained_without_sharding_is_told_with_the_reason(tmp_path: Path) -> None:

@@ -86,3 +86,12 @@ class PeerLostError(CommError):
 
 class PeerTimeoutError(CommError):
     """A rank is alive but did not arrive in time."""
+
+
+def message_of(error: BaseException) -> str:
+    """Return an exception's message for what others write: a terminal obeys nothing in it, and a class may not make it."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its message cannot be made)"
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

@@ -262,6 +262,7 @@ class _Notes(nn.Linear):
     def forward(self, x: Tensor, notes: dict[str, Any], *, cache: _Cache) -> Tensor:
         out = super().forward(x)
         cache.kept.append(out.mean())
+        notes["same"] = notes["twice"][0] is notes["twice"][1]
         out = out * cache.kept[0] * len(cache.kept)
         notes["all"].append(out.mean())
         notes["sum"] = notes.get("sum", 0) + sum(notes["all"]) + notes["last"][0].of
@@ -298,7 +299,8 @@ def test_unit_may_write_to_containers_that_it_is_given(api: Api, dtype: torch.dt
 
     def fresh_notes() -> dict[str, Any]:
         first = _Note(torch.ones((), requires_grad=True))
-        return {"all": [], "last": collections.deque([first, copy.copy(first)])}
+        last = collections.deque([first, copy.copy(first)])
+        return {"all": [], "last": last, "twice": [first.of] * 2}
 
     model, batch = nn.Sequential(*(_Notes(16, 16) for _ in range(3))), make_batch(16)
     alone, expected, notes = copy.deepcopy(model), fresh_notes(), fresh_notes()
@@ -312,6 +314,7 @@ def test_unit_may_write_to_containers_that_it_is_given(api: Api, dtype: torch.dt
     run(model, batch, fresh_notes()).backward()
     if dtype is None:
         assert_gradients_are_parts_of(model, full_gradients(alone))
+        assert notes["same"]
     assert notes["last"][0].of is first
     assert len(notes["all"]) == len(notes["last"]) - 2 == 3
     with pytest.raises(RuntimeError, match="enough"):

@@ -625,12 +625,15 @@ def test_write_to_what_a_user_unsharded_is_no_cause_for_complaint(api: Api) -> N
 @pytest.mark.parametrize("face", ["fully_shard", "orig", "flat"])
 @on_ranks(1, 2)
 def test_memory_that_torch_moves_to_share_it_with_a_process_goes_on_training(
-    api: Api, face: str
+    api: Api, face: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As sending a tensor through a queue of torch.multiprocessing does, at any place in a step."""
     wrap = partial(
         api.FullyShardedDataParallel, use_orig_params=face == "orig", device_id=torch.device("cpu")
     )
+    whole = api.full_parameters
+    if face != "fully_shard":  # the shards themselves, where one rank has them all
+        whole = api.FullyShardedDataParallel.summon_full_params
 
     def share(tensors: Iterable[Tensor | None]) -> None:
         for tensor in tensors:
@@ -638,33 +641,46 @@ def test_memory_that_torch_moves_to_share_it_with_a_process_goes_on_training(
                 local(tensor).detach().share_memory_()
 
     warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
-    for moment in range(5):
+    moments = ["begin", "loss", "whole", "backward", "gradients", "full"]
+    for moment in [*moments, "forward hook", "backward hook", "forward hook, torch 2.11"]:
         model, alone, batch = mlp(), mlp(), make_batch(16)
         alone.load_state_dict(model.state_dict())
         if face == "fully_shard":
             api.fully_shard(model[0])
         model = api.fully_shard(model) if face == "fully_shard" else wrap(model)
+        if "torch 2.11" in moment:
+            monkeypatch.setattr("fullshard.engine.params.buffers.swap_memory", None)
         shards, losses = [*model.parameters()], []
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, alone)]
-        for step in range(4):
-            if (step, moment) == (1, 0):
+        now, last = "", [*model.modules()][-1]
+        add_hook = {"f": last.register_forward_hook, "b": last.register_full_backward_hook}
+        if "hook" in moment:
+            add_hook[moment[0]](lambda *_: share(model.parameters()) if now else None)  # noqa: B023
+        for step in range(6):
+            now = moment if step == 3 else ""  # by then whole parameters are read in place
+            if now == "begin":
                 share(shards)
             loss = mean_square(model(my_part(batch)))
-            if (step, moment) == (1, 1):
+            if now == "loss":
                 share(shards)
-            if (step, moment) == (1, 4):
+            if now == "whole":
                 share(model.parameters())  # the root's are whole
             loss.backward()
-            if (step, moment) == (1, 2):
+            if now == "gradients":
                 share(shard.grad for shard in shards)
-            if (step, moment) == (1, 3):
+            if now == "backward":
                 share(shards)
             without = mean_square(alone(batch))
             without.backward()
+            if now == "full":
+                with whole(model), torch.no_grad():
+                    share(model.parameters())
+                    torch._foreach_mul_([*model.parameters(), *alone.parameters()], 0.5)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append((loss.item(), without.item()))
         mine, theirs = zip(*losses, strict=True)
         torch.testing.assert_close(mean_over_ranks(list(mine)), list(theirs))
-        assert len(set(theirs)) == 4
+        assert len(set(theirs)) == 6
+        monkeypatch.undo()

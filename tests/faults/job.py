@@ -41,7 +41,11 @@ LEARNING_RATE = 0.05
 
 
 class PlantedError(ValueError):
-    """The error of faults that raise."""
+    """The error of faults that raise. Without arguments, its message cannot be made."""
+
+    def __str__(self) -> str:
+        (text,) = self.args
+        return str(text)
 
 
 @dataclass(frozen=True)
@@ -258,7 +262,7 @@ class Job:
             output.register_hook(_raise)
         loss = output.square().mean()
         if fault == "raise_in_loss":
-            raise PlantedError("planted")
+            raise PlantedError("planted\x1b[31m")
         if fault == "no_backward":
             return
         if fault == "no_sync":
@@ -329,7 +333,7 @@ class _NoSync:
 
 
 def _raise(*_: Any) -> None:
-    raise PlantedError("planted")
+    raise PlantedError
 
 
 def _unshard(job: Job) -> None:
@@ -501,7 +505,8 @@ def main(plan: Plan, rank: int, folder: Path, note: Callable[..., None]) -> None
         except BaseException as error:
             planted_at = began if job is None or plan.fault in BUILDS else job.planted_at
             kinds = [kind.__name__ for kind in type(error).__mro__]
-            note(kinds=kinds, text=str(error), seconds=time.monotonic() - planted_at)
+            text = "" if isinstance(error, PlantedError) else str(error)
+            note(kinds=kinds, text=text, seconds=time.monotonic() - planted_at)
             raise
         planted_at = began if plan.fault in BUILDS else job.planted_at
         note(kinds=[], text="", seconds=time.monotonic() - planted_at)

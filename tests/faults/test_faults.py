@@ -63,6 +63,9 @@ def _assert_named(plan: Plan, ending: Ending, report: str) -> None:
     words = ending.words
     kinds = set(re.findall(r"\b(\w+Error)\b", words)) | set(ending.kinds)
     assert kinds & NAMED, report
+    if plan.fault in LOST.intersection(job.RAISES):
+        assert "PlantedError: " in words, report
+        assert "\x1b" not in words, report
     assert f"rank {plan.rank}" in words or f"{plan.rank}" in _ranks_in(words), report
     if plan.fault not in job.BUILDS:
         assert re.search(r"step \d", words) or plan.step == 1, report

@@ -182,10 +182,14 @@ def test_ranks_that_ended_in_order_did_not_end_together_and_others_are_lost() ->
     told = replace(ended, verdict=Verdict("Ranks took different paths."))
     entered = {1: "step 3, forward: a", 2: ""}
 
-    def lost(*words: RankStatus | None) -> FullshardError:
-        return loss(dict(enumerate(words, 1)), {}, entered, "b: all-gather").error
+    def lost(*words: RankStatus | None, code: int | None = None) -> FullshardError:
+        return loss(dict(enumerate(words, 1)), {1: code}, entered, "b: all-gather").error
 
-    assert isinstance(lost(ended), DivergenceError)
+    for code in (None, 0, -signal.SIGSEGV):  # that came after its program
+        assert isinstance(lost(ended, code=code), DivergenceError)
+    assert isinstance(lost(ended, code=3), PeerLostError)
+    assert "rank 1 ended (step 3, forward) with exit code 3; its" in str(lost(ended, code=3))
+    assert str(lost(failed, code=3)) == str(lost(failed))
     for error in (lost(None), lost(failed), lost(ended, None)):
         assert isinstance(error, PeerLostError)
     text = str(lost(failed, None))

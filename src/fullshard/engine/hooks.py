@@ -78,7 +78,7 @@ from fullshard.engine.precision import (
     cast_outputs,
     differentiable_tensors,
     map_tensors,
-    replace_differentiable,
+    replace_tensors,
     undo_swaps,
 )
 from fullshard.engine.runtime import eager, passing_through
@@ -376,18 +376,19 @@ class Hooks:
         if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):  # nearly always
             return (mark_after_backward(self, args) if args[0].requires_grad else args), kwargs
         # In classes of the program's nothing is marked: they would have to be copied, and writes to them be lost.
-        inputs = differentiable_tensors(args, opens_all=False)
+        found = differentiable_tensors(args, opens_all=False)
         if kwargs:
-            inputs += differentiable_tensors(kwargs, opens_all=False)
-        if not inputs:
+            found += differentiable_tensors(kwargs, opens_all=False)
+        if not found:
             return args, kwargs  # 7 stands in for 6
-        marked = mark_after_backward(self, inputs)
+        inputs = {id(tensor): tensor for tensor in found}  # one that comes twice stays one
+        marked = mark_after_backward(self, [*inputs.values()])
         # The usual case, all positional and differentiable, needs no walk through the containers.
-        if not kwargs and len(inputs) == len(args) and all(map(operator.is_, inputs, args)):
+        if not kwargs and len(marked) == len(args) and all(map(operator.is_, found, args)):
             return marked, kwargs
-        rest = iter(marked)
-        args = replace_differentiable(args, rest, swaps)
-        return args, replace_differentiable(kwargs, rest, swaps) if kwargs else kwargs
+        replacements = dict(zip(inputs, marked, strict=True))
+        args = replace_tensors(args, replacements, swaps)
+        return args, replace_tensors(kwargs, replacements, swaps) if kwargs else kwargs
 
     def _undo_after(self, module: nn.Module, swaps: list[Swap]) -> None:
         """Give the caller's containers their own tensors back once the call that begins is over, however it ends."""

@@ -4,7 +4,7 @@ import copy
 import functools
 import operator
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -121,15 +121,10 @@ def differentiable_tensors(tree: Any, *, opens_all: bool = True) -> list[torch.T
     return found
 
 
-def replace_differentiable(
-    tree: Any, replacements: Iterator[torch.Tensor], swaps: list[Swap]
-) -> Any:
-    """Replace the tensors that `differentiable_tensors` found without ``opens_all``. swaps: see `map_tensors`."""
+def replace_tensors(tree: Any, replacements: Mapping[int, torch.Tensor], swaps: list[Swap]) -> Any:
+    """Replace those tensors, by `id`, that `differentiable_tensors` found without ``opens_all``. swaps: see `map_tensors`."""
     return map_tensors(
-        lambda tensor: next(replacements) if tensor.requires_grad else tensor,
-        tree,
-        swaps,
-        opens_all=False,
+        lambda tensor: replacements.get(id(tensor), tensor), tree, swaps, opens_all=False
     )
 
 

@@ -213,6 +213,7 @@ def _hide(unit: Unit, options: WholeOptions, *, is_shown: bool) -> None:
         return
     assert unit.params.buffers is not None
     shards = unit.params.buffers.shards
+    unit.params.bring_home(shards)  # the body may have written to them
     shown: list[tuple[torch.Tensor | None, torch.Tensor | None]] = [(None, None)] * len(shards)
     if is_shown:
         # All are registered before a value is written, since writing may raise.

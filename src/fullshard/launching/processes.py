@@ -64,6 +64,10 @@ class Meeting:
             master_listen_fd=self._socket.detach(),
         )
 
+    def knows(self, key: str) -> bool:
+        """Return whether a rank has set a key in the store."""
+        return self._store is not None and self._store.check([key])
+
     def environment(self, rank: int) -> dict[str, str]:
         """Return what a rank finds in its environment, in the words of torchrun."""
         place: dict[str, object] = {

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fullshard.errors import LaunchError
+from fullshard.errors import LaunchError, message_of
 from fullshard.launching.travel import pack, unpack
 from fullshard.local_ranks import LAUNCHER_PID, die_with_launcher
 
@@ -112,7 +112,7 @@ def _raised(error: BaseException) -> Raised:
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         # As if it ended the program: torch names the rank, fullshard adds what the message lacks.
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-    kind, text = type(error).__name__, str(error)
+    kind, text = type(error).__name__, message_of(error)
     try:
         exception = pack(error)
         unpack(exception)  # a constructor of its own may want other arguments

@@ -20,6 +20,7 @@ all its ranks have issued may still be moving bytes. Neither is ever called stuc
 **Ranks that are lost.** Their processes have ended, or do not answer, while others wait for them.
 """
 
+import dataclasses
 import itertools
 import signal
 from collections.abc import Collection, Mapping, Sequence
@@ -293,6 +294,9 @@ def loss(
     entered; empty if that is unknown.
     label: what this rank waits in, and when. No loss if they ended in order, or because of something else than one.
     """
+    for rank, code in codes.items():
+        if (said := words[rank]) is not None and not said.error and (code or 0) > 0:  # sys.exit(3)
+            words = {**words, rank: dataclasses.replace(said, error=f"exit code {code}")}
     for status in words.values():
         if status is not None and status.verdict is not None:
             return Verdict(status.verdict.text, status.verdict.is_loss)

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fullshard.errors import DivergenceError, FullshardError, PeerLostError
+from fullshard.errors import DivergenceError, FullshardError, PeerLostError, message_of
 from fullshard.host import is_running
 from fullshard.local_ranks import says_ends
 from fullshard.peers import divergence
@@ -365,7 +365,7 @@ class Watchdog:
         if error is not None and not is_ordinary:
             last = traceback.extract_tb(error.__traceback__)[-1:]
             at = "".join(f" ({frame.filename}:{frame.lineno})" for frame in last)
-            text = f"{type(error).__name__}: {error}{at}"[:1000]
+            text = f"{type(error).__name__}: {message_of(error)}{at}"[:1000]
         self._say_last(text)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * _TICK_S)

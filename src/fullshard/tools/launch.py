@@ -35,6 +35,7 @@ _AS_TORCHRUN = {
 }
 _DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
+FOLLOWED = "fullshard/followed/{}"  # in the launcher's store: this rank failed as another had
 _LOOK_S = 0.1  # how long an end can go unseen
 _SAVE_TIMEOUT_S = 300
 _SILENT_S = 10.0  # before it is said which ranks are waited for
@@ -187,7 +188,7 @@ def _launch(
                 if any(codes.values()):
                     wait_for_end(processes, GRACE_S, lambda: bool(stop.asked))
                     _end(processes, signal.SIGTERM, stop)
-                    return _ending_of(codes, processes)
+                    return _ending_of(codes, processes, meeting)
                 if None not in codes.values():
                     return Ending(Exit.OK)
                 time.sleep(_LOOK_S)
@@ -327,20 +328,24 @@ def is_first_to_say(text: str, store: Callable[[], Any], *, unless_asked: bool) 
     return number == 1
 
 
-def _ending_of(seen: Mapping[int, int | None], processes: Sequence[Process]) -> Ending:
+def _ending_of(
+    seen: Mapping[int, int | None], processes: Sequence[Process], meeting: Meeting
+) -> Ending:
     """Find what ended first, not what only followed it. seen: exit codes by rank, as they were before ranks were ended."""
     failed = {rank: code for rank, code in seen.items() if code and code > 0}
-    # A rank that an exception ends takes a while: it had failed before SIGTERM came, which it ignored.
-    failed |= dict.fromkeys((each.rank for each in processes if each.exit_code == Exit.FAILED), 1)
     killed = [rank for rank, code in seen.items() if code and code < 0]
-    # SIGTERM is what ranks are ended with.
+    # SIGTERM may have come to all, of which some have saved.
     struck = [rank for rank in killed if seen[rank] != -signal.SIGTERM]
-    if struck or not failed:
+    if struck or (killed and {*failed.values()} <= {Exit.FAILED}):
         rank = (struck or killed)[0]
         name = signal.Signals(-(seen[rank] or 0)).name
         others = _others([rank], seen, processes)
         message = f"rank {rank} (pid {processes[rank].pid}) was killed by {name}{others}."
         return Ending(Exit.RANK_LOST, message, rank)
+    # A rank that an exception ends takes a while: it had failed before SIGTERM came, which it ignored.
+    failed |= dict.fromkeys((each.rank for each in processes if each.exit_code == Exit.FAILED), 1)
+    own = {each: code for each, code in failed.items() if not meeting.knows(FOLLOWED.format(each))}
+    failed = own or failed
     others = _others(failed, seen, processes)
     for meaning in (Exit.FAILED, Exit.USAGE, Exit.STOPPED):
         if ranks := [rank for rank, code in failed.items() if code == meaning]:

@@ -5,6 +5,7 @@ Its options are declared here alone, by argparse, as the library itself has to r
 
 import argparse
 import builtins
+import contextlib
 import datetime
 import importlib.machinery
 import os
@@ -248,6 +249,8 @@ def _be_a_rank(
     except BaseException as error:
         has_failed = not isinstance(error, SystemExit) or bool(error.code)
         if has_failed:
+            # Which Python keeps for other exceptions alone: this rank's last words have it.
+            sys.last_value = error
             # After an error, destroying the group could wait for ranks that will not come.
             leave_group()
         if "RANK" not in os.environ and _lacks_launcher(error):
@@ -272,7 +275,8 @@ def _show_once(
     """Print an exception as `_show` does; before ranks meet, with the rank, and once what several say alike."""
     import torch.distributed as dist
 
-    from fullshard.tools.launch import is_first_to_say
+    from fullshard.errors import PeerLostError
+    from fullshard.tools.launch import FOLLOWED, is_first_to_say
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends by this, not by what the launcher does
     text = _text_of(error)
@@ -281,6 +285,9 @@ def _show_once(
             return
         text = textwrap.indent(text, f"[rank{os.environ['RANK']}]: ")
     print(text, end="", file=sys.stderr, flush=True)
+    if isinstance(error, PeerLostError):
+        with contextlib.suppress(RuntimeError):  # of a launcher that has gone
+            _launcher_s_store().set(FOLLOWED.format(os.environ["RANK"]), "")
 
 
 def _text_of(error: BaseException) -> str:

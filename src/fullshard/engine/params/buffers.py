@@ -43,6 +43,7 @@ bytes, and allocated by resizing it back; the tensors over it are not touched. T
 import ctypes
 import dataclasses
 import itertools
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -153,27 +154,28 @@ class UnitBuffers:
         """This rank's shard buffer of each bucket that has its shards in one piece, as flat ones do."""
         return [buffer.flat for buffer in self._buckets if buffer.flat is not None]
 
-    def bring_home(self) -> None:
+    def bring_home(self, valued: Collection[torch.Tensor]) -> bool:
         """Undo what ``share_memory_()`` does, and sending a tensor to another process: a storage gets other memory.
 
-        Ranks read the memory of before. This rank's part of it has the values of now afterwards; the other process
-        keeps what it was sent.
+        valued: tensors of this rank's part whose values of now are kept; what else lies there may be older. Ranks
+        read the memory of before. The other process keeps what it was sent. Returns whether the tensors alone were moved,
+        and not others over their storages.
         """
+        are_alone = False
         kept = [buffer.memory for buffer in self._buckets]
         for tensor, address in self.addresses.items():
             if tensor.data_ptr() != address and tensor.is_cpu and tensor.numel():
-                is_own = any(tensor is each for each in (*self.shards, *self.flat_shards))
                 words: Any = (ctypes.c_char * tensor.nbytes).from_address(address)
                 words.memory = kept  # which lives as long as a tensor over it
                 home = torch.frombuffer(words, dtype=tensor.dtype)
-                if is_own:
+                if any(tensor is each for each in valued):
                     home.copy_(tensor.view(-1))
                 if swap_memory is not None:  # so for all tensors over the storage
                     swap_memory(tensor.untyped_storage(), home.untyped_storage())
-                elif is_own and (
-                    self._comm.size > 1 or any(tensor is each for each in self.flat_shards)
-                ):
+                else:
                     tensor.set_(home.untyped_storage(), 0, tensor.shape)  # type: ignore[call-overload]
+                    are_alone = True
+        return are_alone
 
     @property
     def shard_memory(self) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -351,13 +351,19 @@ class UnitParams:
         buffers = self.buffers
         if buffers is None:
             return True
-        buffers.bring_home()
+        # Optimizers write to a flat parameter, and to none of the pieces that lie in the same place.
+        self.bring_home(buffers.shards if self.flat is None else buffers.flat_shards)
         if self.flat is not None:
             return not self.flat.is_at(buffers.flat_shards[0])
         if self.extended is not None and any(param.is_replaced for param in self.all):
             return True
         pairs = zip(self.plain, buffers.shards, strict=True)
         return any(param.has_moved(shard) for param, shard in pairs)
+
+    def bring_home(self, valued: Collection[torch.Tensor]) -> None:
+        """Undo what torch has done to the unit's memory: see `UnitBuffers.bring_home`."""
+        if self.buffers is not None and self.buffers.bring_home(valued):
+            self._create_unsharded(self.buffers)
 
     def check_unchanged(self) -> None:
         """Raise MisuseError if unsharded parameters were replaced since forward, before backward."""
