@@ -5,17 +5,21 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from fullshard.engine.params.buffers import KEPT_NBYTES
+from fullshard.watch.uncaught import explain_early_use
 from tests.api import Api
 from tests.harness import on_ranks, rank, world_size
 from tests.models import Transformer, mlp
@@ -832,6 +836,99 @@ def test_what_is_written_between_unshard_and_reshard_lasts_as_long(api: Api) -> 
         assert not model(batch).any()
         model.reshard()
         assert torch.equal(model(batch), original)
+
+
+class Exit(nn.Module):
+    """A layer, and a head whose result comes after the layer's and is not returned."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.layer, self.form = nn.Linear(16, 16), form
+        self.head = nn.Linear(16, 1 + KEPT_NBYTES // 64)  # larger than what stays allocated on CPUs
+        self.left: Any = {}
+
+    def forward(self, x: Tensor, *, exits: Any) -> Tensor:
+        x = self.layer(x).tanh()
+        if self.form == "one rank" and rank() > 0:
+            return x
+        left = self.head(x).sin()
+        if self.form == "object":
+            exits.left = [*exits.left, left]
+        elif self.form == "attribute":
+            self.left = left
+        elif self.form == "attribute's dict":
+            self.left["exit"] = left
+        else:
+            exits.append(left)
+        return x
+
+
+class Exits(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Exit(form) for _ in range(3))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        exits: Any = types.SimpleNamespace(left=[]) if "obj" in self.layers[0].form else []
+        for layer in self.layers:
+            x = layer(x, exits=exits)
+            if isinstance(layer, Exit):
+                assert isinstance(layer.head.weight, DTensor) is hasattr(layer, "unshard")
+        if self.layers[0].form.startswith("attribute"):
+            exits = [getattr(layer, "module", layer).left for layer in self.layers]
+            exits = [each["exit"] if isinstance(each, dict) else each for each in exits]
+        return [x, *getattr(exits, "left", exits)]
+
+
+@pytest.mark.parametrize("face", ["fully_shard", "flat", "original"])
+@pytest.mark.parametrize("form", ["list", "object", "attribute", "attribute's dict", "one rank"])
+@on_ranks(2)
+def test_what_a_unit_computes_after_its_outputs_is_trained(api: Api, form: str, face: str) -> None:
+    model: nn.Module = Exits(form)
+    alone, batch = copy.deepcopy(model), my_part(make_batch(16))
+    if face == "fully_shard":
+        for layer in model.layers:
+            api.fully_shard(layer)
+        api.fully_shard(model)
+    else:
+        model = api.FullyShardedDataParallel(
+            model, auto_wrap_policy=api.ModuleWrapPolicy({Exit}), use_orig_params=face != "flat"
+        )
+    for _ in range(3):
+        losses = []
+        for each in (alone, model):
+            each.zero_grad()
+            losses.append(sum(map(mean_square, each(batch)), torch.zeros(())))
+            losses[-1].backward()
+        torch.testing.assert_close(*losses)
+        for parameter in alone.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2
+        if face == "fully_shard":
+            assert_gradients_are_parts_of(model, full_gradients(alone))
+        for each in (alone, model):
+            torch.optim.SGD(each.parameters(), lr=0.5).step()
+
+
+@pytest.mark.parametrize("face", ["fully_shard", "flat"])
+@on_ranks(2)
+def test_a_weight_that_backward_needs_before_it_is_gathered_is_named(api: Api, face: str) -> None:
+    model, kept = Exits("list"), []
+    model.layers[1].head.register_forward_hook(lambda *call: kept.append(call[-1]))
+    if face == "fully_shard":
+        for layer in model.layers:
+            api.fully_shard(layer)
+        api.fully_shard(model)
+    else:
+        model = api.FullyShardedDataParallel(model, auto_wrap_policy=api.ModuleWrapPolicy({Exit}))
+    model(my_part(make_batch(16)))
+    with pytest.raises(RuntimeError) as caught:
+        kept[0].sum().backward()  # through what the layer has not left anywhere
+    said = explain_early_use(caught.value)
+    assert said is not None
+    assert "layers.1.head.weight" in said
 
 
 class Taught(torch.autograd.Function):

@@ -29,6 +29,8 @@ Special cases:
 - If a module changes its only input in place, the node of 2 is left out of the graph. 6 is then a
   hook on the node that made the input (`nodes.follow_input`).
 - An output that is a view has a second 4, on the tensor that it is a view of.
+- What forward leaves elsewhere than in its outputs, later than these, has a 4, too (`nodes.tensors_left`): autograd runs
+  what was recorded last first, and so comes to that before it comes to an output.
 - After an exception, the next forward or backward resets what was left. Gradients that earlier
   micro-batches accumulated are kept if the exception came in forward.
 - A module that uses a parameter which a unit of another root owns has 1 and 3 of that unit around its own, see
@@ -69,6 +71,7 @@ from fullshard.engine.nodes import (
     follow_input,
     mark_after_backward,
     mark_before_backward,
+    tensors_left,
     watch_output,
 )
 from fullshard.engine.observer import watchers
@@ -92,6 +95,7 @@ from fullshard.torch_private import (
     is_fake,
     is_fake_mode_active,
     local_part,
+    next_sequence_number,
 )
 
 
@@ -123,6 +127,7 @@ class Hooks:
         self._registered: list[Registered] = []  # of state dicts that are being made
         self._faked: list[Registered] = []  # of forwards under a `FakeTensorMode`
         self._lent_to: weakref.WeakSet[Hooks] = weakref.WeakSet()
+        self._begun = 0  # the number of the first node that the forward under way records
         self.attach()
 
     def attach(self) -> None:
@@ -135,7 +140,7 @@ class Hooks:
                 module.register_forward_pre_hook(
                     self.before_forward, prepend=True, with_kwargs=True
                 ),
-                module.register_forward_hook(self.after_forward),
+                module.register_forward_hook(self.after_forward, with_kwargs=True),
                 module.register_state_dict_pre_hook(self.begin_saving),
                 module._register_state_dict_hook(self.end_saving),
                 module.register_load_state_dict_pre_hook(self._before_load),
@@ -236,6 +241,7 @@ class Hooks:
             # Of a group, only the inputs of the first module: backward comes to them last.
             if units and torch.is_grad_enabled():
                 args, kwargs = self._mark_inputs(args, kwargs, swaps)
+            self._begun = next_sequence_number()
         if swaps:
             self._undo_after(module, swaps)
         return args, kwargs
@@ -275,10 +281,10 @@ class Hooks:
             if iteration is not None and root is self and self._num_calls() == 1:
                 iteration.hide_flat()
             raise
-        output = self.after_forward(module, args, output)
+        output = self.after_forward(module, args, kwargs, output)
         if swaps:  # a call of a function would be a frame to compile
             undo_swaps(swaps)
-        return self._end_lenders(module, args, output) if self.state.gathered else output
+        return self._end_lenders(module, args, kwargs, output) if self.state.gathered else output
 
     def wrap_method(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
         """Run ``method(module, ...)`` as a forward whenever ``module.name`` is called."""
@@ -305,7 +311,7 @@ class Hooks:
                 module.register_forward_pre_hook(
                     self._begin_lenders, prepend=True, with_kwargs=True
                 ),
-                module.register_forward_hook(self._end_lenders),
+                module.register_forward_hook(self._end_lenders, with_kwargs=True),
             ]
 
     def _lenders(self) -> list["Hooks"]:
@@ -329,9 +335,9 @@ class Hooks:
         return args, kwargs
 
     @eager
-    def _end_lenders(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _end_lenders(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         for lender in self._lenders():
-            output = lender.after_forward(module, args, output)
+            output = lender.after_forward(module, args, kwargs, output)
         return output
 
     def reshard(self) -> None:
@@ -406,7 +412,7 @@ class Hooks:
     # 3. After forward: reshard
 
     @eager
-    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Free a module's parameters; return its outputs, marked for backward and cast."""
         state = self.state
         for unit in state.all_units:
@@ -427,7 +433,7 @@ class Hooks:
             if state.to_run and not is_root:
                 return cast_outputs(policy, output)  # others of the group are still to come
             state.to_run.clear()  # part of a group may be called alone, for the loss
-        output = self._complete_forward(iteration, output)
+        output = self._complete_forward(iteration, (args, kwargs), output)
         if is_root:
             # Before `end_forward`, whose fence lets peers write to what these still read.
             for other in state.everyone:
@@ -435,7 +441,7 @@ class Hooks:
                 began = other is not self.state and other.training_state is TrainingState.FORWARD
                 if other.to_run or began:
                     other.to_run.clear()
-                    output = other.hooks()._complete_forward(iteration, output)
+                    output = other.hooks()._complete_forward(iteration, (), output)
             iteration.end_forward()
         if policy.output_dtype is not None:
             output = cast_outputs(policy, output)
@@ -444,7 +450,7 @@ class Hooks:
                 watcher.forward_ends(iteration, output)
         return output
 
-    def _complete_forward(self, iteration: Iteration, output: Any) -> Any:
+    def _complete_forward(self, iteration: Iteration, inputs: Any, output: Any) -> Any:
         """Free the units of a forward that is over; return its output, marked for backward."""
         state = self.state
         if state.mark is not None:
@@ -456,7 +462,8 @@ class Hooks:
                 outputs = [output] if output.requires_grad else []
             else:
                 outputs = differentiable_tensors(output)
-            may_follow = not are_transforms_active()
+            if may_follow := not are_transforms_active():
+                outputs += tensors_left(inputs, state.modules, outputs, since=self._begun)
         units = state.units
         if may_follow:
             for unit in units:

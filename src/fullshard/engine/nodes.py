@@ -5,8 +5,10 @@ Every level of a transform (``torch.func``, forward mode) sees a node, where a t
 belong to one level alone. Outside of transforms, `hooks` uses tensor hooks on the outputs.
 """
 
+import collections
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,6 +20,7 @@ from fullshard.torch_private import (
     SingleLevelFunction,
     are_transforms_active,
     current_graph_task_id,
+    next_sequence_number,
     sequence_number,
     will_engine_execute_node,
 )
@@ -243,6 +246,59 @@ def watch_output(hooks: ModuleHooks, tensor: torch.Tensor) -> None:
     node = tensor._base.grad_fn if tensor._base is not None else None
     if node is not None:
         node.register_prehook(view.of_base)
+
+
+def tensors_left(
+    inputs: Any,
+    modules: Iterable[torch.nn.Module],
+    outputs: Sequence[torch.Tensor],
+    *,
+    since: int,
+) -> list[torch.Tensor]:
+    """Return what a forward that has just ended computed later than its outputs and left where others can see it.
+
+    Looked at, and only if autograd has recorded something since the outputs: containers and objects that the forward was
+    given, and attributes of its modules, two containers deep, of up to 1000 elements each. outputs: those that require a
+    gradient. since: the number of the first node that the forward may have recorded.
+    """
+    next_number = next_sequence_number()
+    newest = since - 1
+    for tensor in outputs:
+        if (node := tensor.grad_fn) is not None:
+            newest = max(newest, sequence_number(node))
+    if next_number <= newest + 1:  # nearly always
+        return []
+    attributes = (vars(inner) for module in modules for inner in module.modules())
+    found = itertools.chain.from_iterable(map(_tensors_in, (*inputs, *attributes)))
+    left = {id(tensor): tensor for tensor in found if tensor.grad_fn is not None}
+    known = set(map(id, outputs))
+    return [
+        tensor
+        for tensor in left.values()
+        if newest < sequence_number(tensor.grad_fn) < next_number and id(tensor) not in known
+    ]
+
+
+def _tensors_in(tree: Any, levels: int = 4) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    if not levels or isinstance(tree, torch.Tensor | torch.nn.Module | type):
+        return
+    if isinstance(tree, Mapping):
+        values: Any = tree.values()
+    elif isinstance(tree, list | tuple | collections.deque):
+        values = tree
+    elif type(tree).__module__.partition(".")[0] in _OTHERS:
+        return
+    else:
+        values = getattr(tree, "__dict__", {}).values()
+    if len(values) <= _MOST_VALUES:
+        for value in [*values]:
+            yield from _tensors_in(value, levels - 1)
+
+
+_OTHERS = frozenset(("builtins", "torch", "fullshard"))  # whose objects are not the program's
+_MOST_VALUES = 1000
 
 
 def is_captured(leaf: torch.Tensor) -> bool:

@@ -195,7 +195,7 @@ class FSDPState(_PytorchsNames):
         return self._shown.hooks().before_forward(module, args, kwargs)
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self._shown.hooks().after_forward(module, args, output)
+        return self._shown.hooks().after_forward(module, args, {}, output)
 
     def _root_post_backward_final_callback(self) -> None:
         self._shown.hooks().end_backward()

@@ -9,6 +9,7 @@ from fullshard.peers.waits import explain_loss
 from fullshard.watch.out_of_memory import explain_lack, note_host_memory, observe_allocator
 from fullshard.watch.recomputation import explain_recomputation
 from fullshard.watch.uncaught import (
+    explain_early_use,
     explain_sharded_use,
     explainers,
     roots,
@@ -22,4 +23,6 @@ def _watch_root(root: ModuleState) -> None:
 
 
 on_root.append(_watch_root)
-explainers.extend((explain_lack, explain_loss, explain_sharded_use, explain_recomputation))
+explainers.extend(
+    (explain_lack, explain_loss, explain_sharded_use, explain_early_use, explain_recomputation)
+)

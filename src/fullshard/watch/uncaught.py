@@ -10,6 +10,7 @@ optimizer would go through, and a hook where torch raises, which is in C++ (2.13
 
 import contextlib
 import logging
+import re
 import sys
 import types
 import weakref
@@ -20,6 +21,7 @@ from torch import nn
 from fullshard.engine.module_state import ModuleState
 from fullshard.engine.params.managed import ManagedParameter, manager_of
 from fullshard.errors import FullshardError
+from fullshard.plan.units import first_names
 from fullshard.process_hooks import UNCAUGHT, at_first_use
 
 logger = logging.getLogger("fullshard")
@@ -64,6 +66,31 @@ def explain_sharded_use(error: BaseException) -> str | None:
             "weight alone, fullshard.gathered(weight)."
         )
     return None
+
+
+def explain_early_use(error: BaseException) -> str | None:
+    """Name the parameters that a backward needed when no gradient had reached their unit's outputs, and so were freed.
+
+    By the shape that torch names in its error, of a view of the memory that a weight had.
+    """
+    found = re.search(r"setStorage: sizes \[([\d, ]*)\].* storage of size 0", str(error))
+    if found is None or not any(f.f_code.co_name == "backward" for f in frames_of(error)):
+        return None
+    shape = sorted(map(int, filter(None, found[1].split(", "))))
+    names = [
+        param.name
+        for root in list(roots)
+        for state in root.everyone
+        for unit in state.units
+        for param in unit.managed
+        if unit.config.reshard_after_forward is not False and sorted(param.shape) == shape
+    ]
+    return (
+        f"fullshard: backward needed a weight that was freed after forward and not gathered again ({first_names(names)}): its module has "
+        "computed something that backward comes to before any gradient has reached what its forward returned. "
+        "Return it, write it to an attribute of the module or to a list that it is given, or shard that module with "
+        "reshard_after_forward=False."
+    )
 
 
 def managed(module: nn.Module) -> Iterator[tuple[ManagedParameter, bool]]:
