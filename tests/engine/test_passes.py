@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -836,6 +837,37 @@ def test_what_is_written_between_unshard_and_reshard_lasts_as_long(api: Api) -> 
         assert not model(batch).any()
         model.reshard()
         assert torch.equal(model(batch), original)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.left(x), None if y is None else self.right(y)
+
+
+@pytest.mark.parametrize("others", [False, True])
+@on_ranks(2)
+def test_inputs_may_be_nested_tensors(api: Api, others: bool) -> None:
+    model = nn.ModuleList(Pair() for _ in range(2))
+    alone, batch = copy.deepcopy(model), make_batch(16)
+    for pair in model:
+        api.fully_shard(pair)
+    for pairs in (alone, model):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls it a prototype
+            x = torch.nested.as_nested_tensor([batch[:1], batch[1:]])
+        y = batch if others else None
+        for pair in pairs:
+            x, y = pair(x, y)
+        loss = mean_square(torch.nested.to_padded_tensor(x, 0.0))
+        (loss if y is None else loss + mean_square(y)).backward()
+    expected = {
+        name: grad for name, grad in full_gradients(alone).items() if others or "left" in name
+    }
+    assert_gradients_are_parts_of(model, expected)
 
 
 class Exit(nn.Module):

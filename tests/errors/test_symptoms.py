@@ -10,6 +10,7 @@ import contextlib
 import functools
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,26 @@ def test_a_module_of_a_flat_unit_run_without_it_is_named(api: Api) -> None:
     step(model)
     with pytest.raises(StateError, match=r"blocks\.0\.layer\.weight is used \(linear\) while"):
         inside(inside(model).blocks[0]).layer(torch.ones(2, 8))
+
+
+@on_ranks(2)
+def test_what_is_set_on_a_part_of_a_flat_unit_is_refused_by_its_name(api: Api) -> None:
+    model = shard(api, "flat", Net())
+    step(model)
+    weight = inside(inside(model).blocks[0]).layer.weight
+    zeros = torch.zeros(8, 8)
+    sets: list[Callable[[], object]] = [
+        lambda: weight.requires_grad_(False),
+        lambda: setattr(weight, "requires_grad", False),
+        lambda: setattr(weight, "grad", zeros),
+        lambda: weight.data.copy_(zeros),
+        lambda: nn.init.kaiming_uniform_(weight),
+    ]
+    for each in sets:
+        with pytest.raises(StateError, match=r"blocks\.0\.layer\.weight"):
+            each()
+    assert weight.requires_grad
+    assert weight.data.shape == (8, 8)
 
 
 # 7  tensor has non-zero elements but data not allocated

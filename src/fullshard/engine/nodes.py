@@ -137,7 +137,8 @@ def mark_after_backward(
     # would be an error. A missing gradient stays missing here, where `AfterBackward` would make
     # zeros of it.
     if len(tensors) == 1 and type(tensors[0]) is torch.Tensor:
-        view = tensors[0].view_as(tensors[0])
+        only = tensors[0]
+        view = torch.ops.aten.alias(only) if only.is_nested else only.view_as(only)
         node = view.grad_fn
         if node is not None:  # a tensor made in inference mode has no graph
             hook = node.register_hook(functools.partial(_after_backward, hooks))

@@ -42,6 +42,8 @@ class Named(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def requires_grad(self) -> bool: ...
 
 
 def forbid_use(tensor: torch.Tensor, name: str | Callable[[], Named | None]) -> None:
@@ -127,14 +129,24 @@ def _check(
 ) -> Any:
     """Call what reads no memory, and raise StateError for everything else."""
     # Reading or setting a property arrives as `__get__` or `__set__` of its descriptor.
-    name = getattr(func, "__name__", "")
+    name = how = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         name = getattr(getattr(func, "__self__", None), "__name__", "")
-    # `data` of a placeholder has no memory either.
+    kept = next((each for each in (*args, *kwargs.values()) if isinstance(each, cls)), None)
+    stands_for = None if kept is None else getattr(kept, _KEPT)
+    if callable(stands_for):  # a placeholder, where what is set would be lost
+        if name == "requires_grad" and how == "__get__":
+            manager = stands_for()
+            return manager is not None and manager.requires_grad
+        if how == "__set__" or name == "requires_grad_":
+            raise _error(kept, name, is_set=True)
+    # `data` of a placeholder has no memory either, and is one, too.
     if name in _HARMLESS or (name == "data" and args[0].is_meta):
         with WithoutSubclasses():
-            return func(*args, **kwargs)
-    kept = next((each for each in args if isinstance(each, cls)), None)
+            result = func(*args, **kwargs)
+        if name == "data":
+            forbid_use(result, stands_for)  # type: ignore[arg-type]
+        return result
     raise _error(kept, name)
 
 
@@ -152,13 +164,20 @@ def refuse_compiled_backward() -> None:
         )
 
 
-def _error(kept: torch.Tensor | None, name: str) -> StateError:
+def _error(kept: torch.Tensor | None, name: str, *, is_set: bool = False) -> StateError:
     refuse_compiled_backward()  # whose tracing meets what is freed before the first hook
     what = "A parameter, or a view of one," if kept is None else getattr(kept, _KEPT)
     if callable(what):
         manager = what()
+        subject = "A parameter" if manager is None else manager.name
+        if is_set:
+            return StateError(
+                f"{subject}: {name} is set while its unit is sharded, on a placeholder, where it would be lost. The "
+                "parameters of a flat unit are trained and frozen together: freeze some before wrapping, in a unit "
+                "of their own, or pass use_orig_params=True."
+            )
         return StateError(
-            f"{'A parameter' if manager is None else manager.name} is used ({name}) while its unit "
+            f"{subject} is used ({name}) while its unit "
             "is sharded: this rank does not have all of it, and modules show a placeholder. Use it "
             "inside its own module's forward, wrap all modules that use it in one unit, take "
             "fullshard.gathered(weight), or use summon_full_params."
