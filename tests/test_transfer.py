@@ -443,6 +443,24 @@ def test_state_that_would_be_left_behind_is_named(api: Api, way: str, steps: int
 
 
 @on_default_comm
+@pytest.mark.parametrize("way", ["fully_shard", "orig"])
+@on_ranks(2)
+def test_parameter_without_elements_needs_no_state(api: Api, way: str) -> None:
+    def make() -> tuple[Any, Optimizer]:
+        model = net()
+        model.empty = nn.Parameter(torch.zeros(0, 3))
+        model = WAYS[way](api, model)
+        return model, AdamW(model.parameters())
+
+    model, optimizer = make()
+    train(model, optimizer, 1)
+    state = api.sharded_state(model, optimizer)
+    again, other = make()
+    api.load_sharded_state(state, again, other)
+    assert_equal(_whole(api.sharded_state(again, other)), _whole(state))
+
+
+@on_default_comm
 @pytest.mark.parametrize("way", ["orig", "fully_shard"])
 @on_ranks(2)
 def test_state_of_what_the_optimizer_does_not_train_is_named(api: Api, way: str) -> None:

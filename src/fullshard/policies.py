@@ -269,6 +269,14 @@ class UnitConfig:
         return isinstance(policy, CPUOffloadPolicy)
 
     @property
+    def state_asked(self) -> str:
+        """Where a policy wants optimizer state that leaves the device; "" if it does not."""
+        policy = self.offload_policy
+        if isinstance(policy, PlacementPolicy) and policy.optimizer != "device":
+            return policy.optimizer
+        return ""
+
+    @property
     def pin_memory(self) -> bool:
         policy = self.offload_policy
         return isinstance(policy, (CPUOffloadPolicy, PlacementPolicy)) and policy.pin_memory

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +16,10 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+import fullshard
 from tests.api import Api
 from tests.harness import mesh_of, on_ranks, rank, world_size
-from tests.models import UnevenMLP
+from tests.models import UnevenMLP, mlp
 from tests.selection import one_way
 from tests.training import (
     assert_equal,
@@ -160,6 +163,24 @@ def test_optimizer_state_is_restored_bit_by_bit(api: Api, name: str, loop: str) 
         {n: local(p).detach() for n, p in other.named_parameters()},
         {n: local(p).detach() for n, p in model.named_parameters()},
     )
+
+
+@on_ranks(2)
+def test_state_that_a_policy_wants_elsewhere_and_nobody_streams_is_named(
+    api: Api, tmp_path: Path
+) -> None:
+    policy = fullshard.PlacementPolicy(optimizer="disk", folder=str(tmp_path))
+    for streams in (True, False):
+        model = api.fully_shard(mlp(), offload_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if streams:
+            fullshard.stream_state(optimizer)
+        for named in (not streams, False):
+            mean_square(model(my_part(make_batch(16)))).backward()
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                optimizer.step()
+            assert any("stream_state" in str(each.message) for each in said) is named
 
 
 @on_ranks(2)

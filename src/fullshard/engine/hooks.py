@@ -386,7 +386,9 @@ class Hooks:
         if kwargs:
             found += differentiable_tensors(kwargs, opens_all=False)
         if len(found) > 1:  # of these, what is nested in torch's first way can be no view
-            found = [each for each in found if not (each.is_nested and each.layout is torch.strided)]
+            found = [
+                each for each in found if not (each.is_nested and each.layout is torch.strided)
+            ]
         if not found:
             return args, kwargs  # 7 stands in for 6
         inputs = {id(tensor): tensor for tensor in found}  # one that comes twice stays one

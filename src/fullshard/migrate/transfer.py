@@ -94,8 +94,8 @@ def _refuse_incomplete(
         for position, parameter in enumerate(group["params"]):
             names = trained[parameter].names if parameter in trained else ()
             taken.update(names)
-            if not names or not parameter.requires_grad:
-                continue
+            if not names or not parameter.requires_grad or not parameter.numel():
+                continue  # of a piece without elements, ranks that have some say what is missing
             has_state = optimizer.state.get(parameter)  # `[]` would insert an empty one
             wanted = has_state or first_state(optimizer, number, position)
             missing += [

@@ -19,7 +19,7 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.plan.gradient_dtypes import reduce_dtypes
 from fullshard.plan.layout import Route
-from fullshard.policies import PlacementPolicy, UnitConfig, Unused
+from fullshard.policies import UnitConfig, Unused
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -233,17 +233,9 @@ def _describe(shown: DescribedUnit) -> UnitDescription:
         replicate_size=plan.replicate_size,
         state_nbytes=state_nbytes,
         state_place=state_place,
-        state_asked="" if unit.state_place is not None else _asked(unit.config),
+        state_asked="" if unit.state_place is not None else unit.config.state_asked,
         is_kept=unit.config.is_kept,
     )
-
-
-def _asked(config: UnitConfig) -> str:
-    """Return where a policy wants optimizer state that leaves the device; "" if it does not."""
-    policy = config.offload_policy
-    if isinstance(policy, PlacementPolicy) and policy.optimizer != "device":
-        return policy.optimizer
-    return ""
 
 
 def _unused(config: UnitConfig) -> str:

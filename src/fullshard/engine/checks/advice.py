@@ -61,6 +61,7 @@ CHECKS = (
     Check("former parameters", When.NEW_OPTIMIZER, optimizers.find_former, refuse),
     Check("whole parameters", When.FIRST_STEP, optimizers.find_plain_parts, warn),
     Check("precision of state", When.STEPPED, optimizers.find_wide_state, warn),
+    Check("state that nobody streams", When.STEPPED, optimizers.find_left_state, warn),
 )
 
 

@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -161,6 +162,25 @@ def find_wide_state(optimizer: Optimizer) -> str | None:
                 f"rank's part has {owner.local.numel()} of {math.prod(owner.shape)} elements; of the whole parameter it would "
                 "be low-bit. So the state's precision, and the training, depend on the number of ranks. Choose a "
                 "mesh that leaves parts of the optimizer's block size, or exclude such parameters on any mesh."
+            )
+    return None
+
+
+def find_left_state(optimizer: Optimizer) -> str | None:
+    """Say that state stays beside its parameters, although a policy asks for another place."""
+    for parameter, state in optimizer.state.items():
+        owner = owner_of(parameter)  # type: ignore[arg-type]
+        moments = [each for each in state.values() if isinstance(each, torch.Tensor) and each.ndim]
+        if owner is None or not moments:
+            continue
+        unit: Any = owner.unit()
+        if unit is None or unit.state_place is not None:
+            continue
+        place = "host" if moments[0].device.type == "cpu" else "device"
+        if (asked := unit.config.state_asked) and asked != place:
+            return (
+                f'PlacementPolicy(optimizer="{asked}"): {type(optimizer).__name__} keeps the state of {owner.name} on '
+                f"{moments[0].device} all the same. Call fullshard.stream_state(optimizer) once it is built."
             )
     return None
 
