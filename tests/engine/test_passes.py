@@ -871,7 +871,7 @@ def test_inputs_may_be_nested_tensors(api: Api, others: bool) -> None:
 
 
 class Exit(nn.Module):
-    """A layer, and a head whose result comes after the layer's and is not returned."""
+    """A layer, and a head whose result is not returned: of the two, it comes last, unless ``form`` begins with "early"."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -886,13 +886,13 @@ class Exit(nn.Module):
         left = self.head(x).sin()
         if self.form == "object":
             exits.left = [*exits.left, left]
-        elif self.form == "attribute":
+        elif self.form in ("attribute", "early attribute"):
             self.left = left
         elif self.form == "attribute's dict":
             self.left["exit"] = left
         else:
             exits.append(left)
-        return x
+        return x.sin() if self.form.startswith("early") else x
 
 
 class Exits(nn.Module):
@@ -906,16 +906,30 @@ class Exits(nn.Module):
             x = layer(x, exits=exits)
             if isinstance(layer, Exit):
                 assert isinstance(layer.head.weight, DTensor) is hasattr(layer, "unshard")
-        if self.layers[0].form.startswith("attribute"):
+        if "attribute" in self.layers[0].form:
             exits = [getattr(layer, "module", layer).left for layer in self.layers]
             exits = [each["exit"] if isinstance(each, dict) else each for each in exits]
-        return [x, *getattr(exits, "left", exits)]
+        left = getattr(exits, "left", exits)
+        return left if self.layers[0].form.startswith("early") else [x, *left]
 
 
 @pytest.mark.parametrize("face", ["fully_shard", "flat", "original"])
-@pytest.mark.parametrize("form", ["list", "object", "attribute", "attribute's dict", "one rank"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "list",
+        "object",
+        "attribute",
+        "attribute's dict",
+        "one rank",
+        "early list",
+        "early attribute",
+    ],
+)
 @on_ranks(2)
-def test_what_a_unit_computes_after_its_outputs_is_trained(api: Api, form: str, face: str) -> None:
+def test_what_a_unit_leaves_elsewhere_than_in_its_outputs_is_trained(
+    api: Api, form: str, face: str
+) -> None:
     model: nn.Module = Exits(form)
     alone, batch = copy.deepcopy(model), my_part(make_batch(16))
     if face == "fully_shard":

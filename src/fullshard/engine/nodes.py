@@ -61,6 +61,7 @@ class AfterBackward(SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, hooks: ModuleHooks, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.hooks = hooks
+        ctx.set_materialize_grads(False)  # zeros would be gradients of what made an unused input
         return tensors
 
     @staticmethod
@@ -134,8 +135,7 @@ def mark_after_backward(
         return marked
     # For one tensor, a hook on the node of a view does the same at half of the cost. If the module
     # changes its input in place, `follow_input` moves the hook; with `AfterBackward` the change
-    # would be an error. A missing gradient stays missing here, where `AfterBackward` would make
-    # zeros of it.
+    # would be an error.
     if len(tensors) == 1 and type(tensors[0]) is torch.Tensor:
         only = tensors[0]
         view = torch.ops.aten.alias(only) if only.is_nested else only.view_as(only)
@@ -250,33 +250,36 @@ def watch_output(hooks: ModuleHooks, tensor: torch.Tensor) -> None:
 
 
 def tensors_left(
-    inputs: Any,
+    inputs: Sequence[Any],
     modules: Iterable[torch.nn.Module],
     outputs: Sequence[torch.Tensor],
     *,
     since: int,
 ) -> list[torch.Tensor]:
-    """Return what a forward that has just ended computed later than its outputs and left where others can see it.
+    """Return what a forward that has just ended computed and left elsewhere than in its outputs, where others can see it.
 
-    Looked at, and only if autograd has recorded something since the outputs: containers and objects that the forward was
-    given, and attributes of its modules, two containers deep, of up to 1000 elements each. outputs: those that require a
-    gradient. since: the number of the first node that the forward may have recorded.
+    Looked at: containers and objects among the inputs; and, if autograd has recorded something since the outputs, the
+    attributes of modules. Two containers deep, of up to 1000 elements each. outputs: those that require a gradient. since:
+    the number of the first node that the forward may have recorded.
     """
     next_number = next_sequence_number()
     newest = since - 1
     for tensor in outputs:
         if (node := tensor.grad_fn) is not None:
             newest = max(newest, sequence_number(node))
-    if next_number <= newest + 1:  # nearly always
+    holders = [each for each in inputs if type(each) not in _HOLD_NOTHING]
+    if next_number > newest + 1:  # rarely
+        holders += [vars(inner) for module in modules for inner in module.modules()]
+    if not holders:  # nearly always
         return []
-    attributes = (vars(inner) for module in modules for inner in module.modules())
-    found = itertools.chain.from_iterable(map(_tensors_in, (*inputs, *attributes)))
-    left = {id(tensor): tensor for tensor in found if tensor.grad_fn is not None}
     known = set(map(id, outputs))
+    left = {id(each): each for each in itertools.chain.from_iterable(map(_tensors_in, holders))}
     return [
         tensor
-        for tensor in left.values()
-        if newest < sequence_number(tensor.grad_fn) < next_number and id(tensor) not in known
+        for key, tensor in left.items()
+        if (node := tensor.grad_fn) is not None
+        and since <= sequence_number(node) < next_number
+        and key not in known
     ]
 
 
@@ -298,6 +301,7 @@ def _tensors_in(tree: Any, levels: int = 4) -> Iterator[torch.Tensor]:
             yield from _tensors_in(value, levels - 1)
 
 
+_HOLD_NOTHING = frozenset((torch.Tensor, torch.nn.Parameter, bool, int, float, str, type(None)))
 _OTHERS = frozenset(("builtins", "torch", "fullshard"))  # whose objects are not the program's
 _MOST_VALUES = 1000
 
