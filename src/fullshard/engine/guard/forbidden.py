@@ -171,10 +171,14 @@ def _error(kept: torch.Tensor | None, name: str, *, is_set: bool = False) -> Sta
         manager = what()
         subject = "A parameter" if manager is None else manager.name
         if is_set:
+            remedy = (
+                "The parameters of a flat unit are trained and frozen together: freeze some before wrapping, in a "
+                "unit of their own, or pass use_orig_params=True."
+                if name.startswith("requires_grad")
+                else "Write inside summon_full_params, or pass use_orig_params=True."
+            )
             return StateError(
-                f"{subject}: {name} is set while its unit is sharded, on a placeholder, where it would be lost. The "
-                "parameters of a flat unit are trained and frozen together: freeze some before wrapping, in a unit "
-                "of their own, or pass use_orig_params=True."
+                f"{subject}: {name} is set while its unit is sharded, on a placeholder, where it would be lost. {remedy}"
             )
         return StateError(
             f"{subject} is used ({name}) while its unit "
