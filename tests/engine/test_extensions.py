@@ -647,18 +647,33 @@ def test_refusal_of_half_an_extension_leaves_the_module_as_it_was(api: Api) -> N
     assert all(parameter is before[name] for name, parameter in layer.named_parameters())
 
 
+@pytest.mark.parametrize("missing", ["alias", "slice"])  # torchao's NF4Tensor can only be split
 @on_ranks(2)
-def test_operators_that_nobody_needs_may_be_missing(api: Api) -> None:
+def test_operators_that_nobody_needs_may_be_missing(api: Api, missing: str) -> None:
     class Narrow(Int8):
         @classmethod
         def __torch_dispatch__(cls, func: Any, *rest: Any, **more: Any) -> Any:
-            if func is torch.ops.aten.alias.default:
+            if func.overloadpacket is getattr(torch.ops.aten, missing):
                 raise NotImplementedError(func)
             return super().__torch_dispatch__(func, *rest, **more)
 
     model = shard(api, make_model(), Narrow)
     model(make_batch(DIM)).sum().backward()
     assert model[0].weight.grad is not None
+
+
+@pytest.mark.ours("goes on with the wrong rows, until something else fails")
+@on_ranks(2)
+def test_split_into_other_parts_than_asked_for_is_refused(api: Api) -> None:
+    class Whole(Int8):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), *rest: Any) -> Any:
+            if func is torch.ops.aten.split.Tensor:
+                return [Whole(args[0].held)]
+            return super().__torch_dispatch__(func, types, args, *rest)
+
+    with pytest.raises(ValueError, match=r"weight: Whole.split\(6, 0\) gave 1 parts.*2 ranks"):
+        shard(api, make_model(), Whole)
 
 
 @on_ranks(2)
