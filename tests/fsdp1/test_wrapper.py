@@ -847,6 +847,8 @@ def test_flat_parameters_have_torch_s_names_and_sizes(api: Api, strategy: str) -
     ]
     assert [p.shape for p in model.parameters()] == [p.shape for p in theirs.parameters()]
     assert all(isinstance(p, api.FlatParameter) for p in model.parameters())
+    # Prodigy adds up over ranks for parameters that have this.
+    assert all(p._fsdp_flattened for p in model.parameters())
 
 
 @on_default_comm

@@ -46,6 +46,9 @@ class FlatParameter(nn.Parameter):
     """
 
     is_part = False
+    _fsdp_flattened = (
+        True  # PyTorch's mark, for libraries: Prodigy adds up over ranks where it sees it
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
