@@ -251,7 +251,9 @@ def test_libraries_restore_the_smaller_mesh_of_reshard_after_forward(api: Api) -
     info = group.post_forward_mesh_info
     assert info.shard_mesh_size == 2
     _set_reshard_after_forward(model, option=True)
-    mean_square(model(make_batch(16))).backward()
+    out = model(make_batch(16))
+    assert all(parameter.device_mesh.shape == (4,) for parameter in model.parameters())
+    mean_square(out).backward()
     assert group.post_forward_mesh_info == group.mesh_info
     group.post_forward_mesh_info = info
     mean_square(model(make_batch(16))).backward()
