@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from typing import Any
 
 import pytest
@@ -9,11 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable_state import _get_module_state, _module_state_mapping
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
 from torch.distributed.tensor import DTensor
 
 import fullshard
 from tests.api import Api
-from tests.harness import on_ranks
+from tests.harness import on_ranks, world_size
+from tests.installing import installed
 from tests.models import mlp
 from tests.training import make_batch, mean_square
 
@@ -209,7 +214,86 @@ def test_gradients_kept_back_are_reduced_through_the_state(api: Api) -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
 
 
+def _set_reshard_after_forward(module: Any, option: bool | int) -> Any:
+    """As verl does it on any torch; return the group."""
+    state = module._get_fsdp_state()
+    state._auto_reshard_after_forward = False
+    group = state._fsdp_param_group
+    group.post_forward_mesh_info = _get_post_forward_mesh_info(option, group.mesh_info)
+    return group
+
+
+@on_ranks(2)
+def test_libraries_set_through_meshes_whether_parameters_are_freed_after_forward(api: Api) -> None:
+    with installed(api):
+        model = mlp()
+        api.fully_shard(model[0])
+        api.fully_shard(model)
+        for module in (model, model[0]):
+            group = module._get_fsdp_state()._fsdp_param_group
+            assert module._get_fsdp_state()._auto_reshard_after_forward
+            assert group.mesh_info.shard_mesh_size == world_size()
+            assert group.reshard_after_backward
+        for option in (True, False, True):
+            groups = [_set_reshard_after_forward(module, option) for module in (model, model[0])]
+            assert not model._get_fsdp_state()._auto_reshard_after_forward
+            out = model(make_batch(16))
+            for group in groups:
+                assert group._reshard_after_forward is option
+                assert group.is_sharded is option
+            mean_square(out).backward()
+
+
+@on_ranks(4)
+def test_libraries_restore_the_smaller_mesh_of_reshard_after_forward(api: Api) -> None:
+    model = api.fully_shard(mlp(), reshard_after_forward=2)
+    group = model._get_fsdp_state()._fsdp_param_group
+    info = group.post_forward_mesh_info
+    assert info.shard_mesh_size == 2
+    _set_reshard_after_forward(model, option=True)
+    out = model(make_batch(16))
+    assert all(parameter.device_mesh.shape == (4,) for parameter in model.parameters())
+    mean_square(out).backward()
+    assert group.post_forward_mesh_info == group.mesh_info
+    group.post_forward_mesh_info = info
+    mean_square(model(make_batch(16))).backward()
+    assert group.post_forward_mesh_info.mesh == info.mesh
+
+
+@pytest.mark.ours("uses a mesh that its parameters were not prepared for")
+@on_ranks(4)
+def test_another_smaller_mesh_than_fully_shard_got_is_refused(api: Api) -> None:
+    model = api.fully_shard(mlp())
+    with pytest.raises(AssertionError, match="Pass reshard_after_forward=2 to fully_shard"):
+        _set_reshard_after_forward(model, 2)
+
+
 # Composable APIs
+
+
+@on_ranks(2)
+def test_libraries_find_the_sharded_module_around_a_module(api: Api) -> None:
+    model = _sharded(api)
+    around = [each for each in _module_state_mapping if model[1][0] in each.modules()]
+    assert set(around) == {model, model[1]}
+    for module in (model, *model):
+        assert _get_module_state(module) == api.fully_shard.state(module)
+    assert _get_module_state(model[0][0]) is None
+    alone = api.fully_shard(nn.Linear(2, 2))
+    num_sharded = len(_module_state_mapping)
+    del alone
+    gc.collect()
+    assert len(_module_state_mapping) == num_sharded - 1
+
+
+@pytest.mark.ours("no deepcopy")
+@on_ranks(2)
+def test_libraries_find_copies_of_sharded_modules(api: Api) -> None:
+    model = mlp()
+    api.fully_shard([model[0], model[1]])
+    both = copy.deepcopy(nn.ModuleList([model[0], model[1]]))
+    for module in both:
+        assert _get_module_state(module) == api.fully_shard.state(module)
 
 
 @on_ranks(2)

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -245,6 +246,13 @@ with _to("see every operator that a construction calls"):
 with _to("mark a module as composed, so that other composable APIs recognise it"):
     from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
     from torch.distributed._composable.contract import _get_registry as registry_of
+
+with _to("show libraries which module is sharded around theirs"):
+    from torch.distributed import _composable_state as _states
+
+# By module that a composable API was applied to, what returns its state. A dictionary that nobody else
+# looks into where torch lacks it.
+module_states: Any = getattr(_states, "_module_state_mapping", weakref.WeakKeyDictionary())
 
 with _to("see through wrappers for activation checkpointing"):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper

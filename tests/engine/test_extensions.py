@@ -423,6 +423,24 @@ def test_extension_is_told_all_about_the_parameter(api: Api) -> None:
 
 
 @on_ranks(2)
+def test_extension_can_tell_what_it_is_gathered_for(api: Api) -> None:
+    told: list[str] = []
+
+    class Curious(BFloat16):
+        def fsdp_pre_all_gather(
+            self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+        ) -> Any:
+            group = api.fully_shard.state(module)._fsdp_param_group
+            told.append(group._training_state.name)
+            return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+
+    model = shard(api, make_model(), Curious, reshard_after_forward=True)
+    model(make_batch(DIM)).sum().backward()
+    assert told[:2] == 2 * ["FORWARD"]
+    assert set(told[2:]) == {"PRE_BACKWARD"}
+
+
+@on_ranks(2)
 def test_second_gather_fills_the_parameter_that_the_first_one_made(api: Api) -> None:
     outs: list[Any] = []
 
@@ -647,18 +665,35 @@ def test_refusal_of_half_an_extension_leaves_the_module_as_it_was(api: Api) -> N
     assert all(parameter is before[name] for name, parameter in layer.named_parameters())
 
 
+@pytest.mark.parametrize("missing", ["alias", "slice"])
 @on_ranks(2)
-def test_operators_that_nobody_needs_may_be_missing(api: Api) -> None:
+def test_operators_that_nobody_needs_may_be_missing(api: Api, missing: str) -> None:
     class Narrow(Int8):
         @classmethod
-        def __torch_dispatch__(cls, func: Any, *rest: Any, **more: Any) -> Any:
-            if func is torch.ops.aten.alias.default:
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), *rest: Any) -> Any:
+            is_missing = func.overloadpacket is getattr(torch.ops.aten, missing)
+            # torchao's NF4Tensor can be split, and sliced from its begin.
+            if is_missing and not (missing == "slice" and args[2] == 0):
                 raise NotImplementedError(func)
-            return super().__torch_dispatch__(func, *rest, **more)
+            return super().__torch_dispatch__(func, types, args, *rest)
 
     model = shard(api, make_model(), Narrow)
     model(make_batch(DIM)).sum().backward()
     assert model[0].weight.grad is not None
+
+
+@pytest.mark.ours("goes on with the wrong rows, until something else fails")
+@on_ranks(2)
+def test_split_into_other_parts_than_asked_for_is_refused(api: Api) -> None:
+    class Whole(Int8):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), *rest: Any) -> Any:
+            if func is torch.ops.aten.split.Tensor:
+                return [Whole(args[0].held)]
+            return super().__torch_dispatch__(func, types, args, *rest)
+
+    with pytest.raises(ValueError, match=r"weight: Whole.split\(6, 0\) gave 1 parts.*2 ranks"):
+        shard(api, make_model(), Whole)
 
 
 @on_ranks(2)

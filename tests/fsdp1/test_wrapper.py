@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.fsdp import _runtime_utils
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
@@ -42,6 +43,7 @@ from tests.fsdp1.models import (
     wrap,
 )
 from tests.harness import mesh_of, on_ranks, rank
+from tests.installing import installed
 from tests.models import Scale
 from tests.training import assert_equal, make_batch, my_part
 
@@ -847,6 +849,36 @@ def test_flat_parameters_have_torch_s_names_and_sizes(api: Api, strategy: str) -
     ]
     assert [p.shape for p in model.parameters()] == [p.shape for p in theirs.parameters()]
     assert all(isinstance(p, api.FlatParameter) for p in model.parameters())
+    # Prodigy adds up over ranks for parameters that have this.
+    assert all(p._fsdp_flattened for p in model.parameters())
+
+
+@on_default_comm
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_libraries_move_shards_and_free_parameters_through_handles(
+    api: Api, use_orig_params: bool
+) -> None:
+    with installed(api):  # as verl does it
+        model = wrap(api, net(), use_orig_params=use_orig_params)
+        for _ in range(2):
+            _runtime_utils._lazy_init(model, model)
+            assert len(model._all_handles) == 3
+            for handle in model._all_handles:
+                assert not handle._offload_params
+                flat, here = handle.flat_param, handle.flat_param.device
+                assert flat.data.data_ptr() == flat._local_shard.data_ptr()
+                assert id(flat.data) != id(flat._local_shard)
+                assert flat.data.size() == flat._local_shard.size()
+                handle.flat_param_to(here, non_blocking=True)
+                flat._local_shard = flat.data
+                assert id(flat.data) != id(flat._local_shard)
+            with torch.no_grad():
+                model(batch())
+            model._handle.reshard(True)
+            run_step(model)
+        _runtime_utils._post_backward_final_callback(model, model)
+        run_step(model)
 
 
 @on_default_comm

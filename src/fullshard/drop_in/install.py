@@ -137,6 +137,10 @@ _REPLACED: dict[str, dict[str, Any]] = {
         "HYBRID_SHARDING_STRATEGIES": fsdp1_options.HYBRID_SHARDING_STRATEGIES,
         "NO_RESHARD_AFTER_FORWARD_STRATEGIES": fsdp1_options.NO_RESHARD_AFTER_FORWARD_STRATEGIES,
     },
+    f"{_FSDP1}._runtime_utils": {
+        "_lazy_init": interop.initialise_wrapper,
+        "_post_backward_final_callback": interop.end_wrapper,
+    },
     f"{_FSDP1}._common_utils": {
         "_get_module_fsdp_state_if_fully_sharded_module": interop.wrapped_state,
     },

@@ -538,6 +538,8 @@ class Unit:
         # for an extended one, which says itself what is gathered of it.
         if mesh is None or not isinstance(self.comm, ProcessGroupComm):
             return None
+        if self.config.reshard_after_forward is True:  # said later
+            return None
         if any(param.form.unsharded is not None for param in self.params):
             return None
         if self.params.extended is not None:

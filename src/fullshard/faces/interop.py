@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -19,17 +20,18 @@ import torch
 from torch import nn
 
 from fullshard.engine.adoption import adopt
-from fullshard.engine.hooks import Hooks
+from fullshard.engine.hooks import Hooks, hooks_of
 from fullshard.engine.iteration import Iteration
 from fullshard.engine.module_state import ModuleState, state_of
 from fullshard.engine.nodes import AfterBackwardInTransforms, BeforeBackward, watch_output
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError
+from fullshard.faces.meshes import DataParallelMeshInfo, HSDPMeshInfo
 from fullshard.plan.units import WRAPPED_MODULE
 from fullshard.policies import MixedPrecisionPolicy, TrainingState
 from fullshard.process_hooks import register
-from fullshard.torch_private import REGISTRY_KEY, RegistryItem, registry_of
+from fullshard.torch_private import REGISTRY_KEY, RegistryItem, module_states, registry_of
 
 
 class _PytorchsNames:
@@ -102,6 +104,58 @@ class FSDPParamGroup(_PytorchsNames):
     def reduce_grads(self) -> bool:
         return self._shown.config.reduce_grads
 
+    @property
+    def reshard_after_backward(self) -> bool:
+        return self._shown.config.reshard_after_backward
+
+    @property
+    def mesh_info(self) -> DataParallelMeshInfo:
+        info: DataParallelMeshInfo = self._shown.mesh.info  # type: ignore[assignment]
+        return info
+
+    @property
+    def post_forward_mesh_info(self) -> DataParallelMeshInfo | None:
+        """The mesh that parameters are resharded over after forward; None if they stay unsharded until backward."""
+        mesh, config = self._shown.mesh, self._shown.config
+        if self._shown.keeps_after_forward or mesh.shard_group is None:
+            return None
+        if mesh.post_forward is None or config.reshard_after_forward is True:
+            return self.mesh_info
+        return HSDPMeshInfo(mesh.post_forward, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    @post_forward_mesh_info.setter
+    def post_forward_mesh_info(self, info: Any) -> None:
+        """Set ``reshard_after_forward`` as libraries did before there was `set_reshard_after_forward`."""
+        unit = self._shown
+        option: bool | int = info is not None
+        if info is not None and info.mesh != self.mesh_info.mesh:
+            if info.mesh != unit.mesh.post_forward:
+                raise MisuseError(
+                    f"{unit.label}: its parameters cannot be resharded over {info.mesh}. Pass "
+                    f"reshard_after_forward={info.shard_mesh_size} to fully_shard."
+                )
+            option = info.shard_mesh_size
+        unit.configure(reshard_after_forward=option, is_kept=False)
+
+    @property
+    def _reshard_after_forward(self) -> bool:
+        return self.post_forward_mesh_info is not None
+
+    @property
+    def _training_state(self) -> TrainingState:
+        """The modules' phase, or the one for which the parameters are gathered ahead of it."""
+        state, iteration = self._state.training_state, self._state.known_iteration
+        if state is TrainingState.IDLE and not self.is_unsharded and iteration is not None:
+            if iteration.is_in_backward:
+                return TrainingState.PRE_BACKWARD
+            if iteration.is_forward_running:
+                return TrainingState.FORWARD
+        return state
+
+    @_training_state.setter
+    def _training_state(self, state: TrainingState) -> None:
+        self._state.training_state = state
+
     def unshard(self, async_op: bool = False) -> None:
         self._shown.unshard()
 
@@ -160,6 +214,21 @@ class FSDPState(_PytorchsNames):
     @property
     def _mp_policy(self) -> MixedPrecisionPolicy:
         return self._shown.policy
+
+    @property
+    def _device(self) -> torch.device:
+        return self._shown.all_units[0].device
+
+    @property
+    def _auto_reshard_after_forward(self) -> bool:
+        """Whether the root alone keeps its parameters after forward, as nobody has said otherwise."""
+        return self._shown.all_units[0].config.reshard_after_forward is None
+
+    @_auto_reshard_after_forward.setter
+    def _auto_reshard_after_forward(self, is_auto: bool) -> None:
+        for unit in self._shown.all_units:
+            if is_auto != (unit.config.reshard_after_forward is None):
+                unit.configure(reshard_after_forward=None if is_auto else not unit.is_root)
 
     @property
     def _training_state(self) -> TrainingState:
@@ -223,22 +292,48 @@ class FlatHandle(_PytorchsNames):
         return self._shown.mesh.shard_group is not None
 
     @property
+    def _offload_params(self) -> bool:
+        return self._shown.config.offload_to_cpu
+
+    def reshard(self, free_unsharded_flat_param: bool) -> None:
+        """Free the unsharded parameters; also if their memory alone was to stay."""
+        hooks_of(self._wrapper).reshard()  # type: ignore[union-attr]
+
+    def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
+        """Move or cast the shards, as ``tensor.to`` does. A forward wants them back where they were."""
+        for holder in self._shown.holders:
+            holder.sharded.data = holder.sharded.data.to(*args, **kwargs)
+
+    @property
     def _orig_param_dtype(self) -> torch.dtype:
         return self._shown.managed[0].holder.sharded.dtype
 
     @_orig_param_dtype.setter
     def _orig_param_dtype(self, dtype: torch.dtype) -> None:
         """Cast the shards. Accelerate sets this after it has cast the parameters it can see."""
-        unit = self._shown
-        for holder in unit.holders:
-            holder.sharded.data = holder.sharded.data.to(dtype)
-        adopt(unit)
+        self.flat_param_to(dtype)
+        adopt(self._shown)
 
 
 def wrapped_state(module: nn.Module) -> nn.Module | None:
     """Return the FSDP1 state of a module: the module itself if it is a wrapper, else None."""
     wraps = state_of(module) is not None and WRAPPED_MODULE in module._modules
     return module if wraps else None
+
+
+def initialise_wrapper(state: nn.Module, _: nn.Module) -> nn.Module:
+    """Make a wrapper the root, unless its model has one: PyTorch's ``_lazy_init``. Returns the wrapper."""
+    state_of(state).iteration_or_initialise()  # type: ignore[union-attr]
+    return state
+
+
+def end_wrapper(state: nn.Module, _: nn.Module) -> None:
+    """Free what a pass that has raised left unsharded: PyTorch's ``_post_backward_final_callback``."""
+    own = state_of(state)
+    assert own is not None
+    if (iteration := own.known_iteration) is not None:
+        own.forget_stale_backward(iteration)
+        own.reset(keeps_gradients=True)
 
 
 def state_view(module: nn.Module) -> FSDPState | None:
@@ -253,10 +348,17 @@ def is_composable(module: nn.Module) -> bool:
 
 
 def mark_sharded(modules: Iterable[nn.Module], api: str) -> None:
-    """Mark modules as sharded by ``api`` in PyTorch's registry of composable APIs."""
+    """Mark modules as sharded by ``api`` in PyTorch's registries of composable APIs and of their states."""
     for module in modules:
         registry = module.__dict__.setdefault(REGISTRY_KEY, collections.OrderedDict())
         registry[api] = RegistryItem()
+        # Libraries look for the unit around a module among the keys. Values are called, and keep no module alive.
+        module_states[module] = functools.partial(_state_at, weakref.ref(module))
+
+
+def _state_at(reference: Callable[[], nn.Module | None]) -> FSDPState | None:
+    module = reference()
+    return None if module is None else state_view(module)
 
 
 def mark_managed(modules: Iterable[nn.Module]) -> None:

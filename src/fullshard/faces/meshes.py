@@ -214,7 +214,7 @@ def unit_mesh(info: DataParallelMeshInfo) -> UnitMesh:
     shard_size, shard_rank, shard_group = info._axis(info.shard_mesh_dim)
     replicate_size, replicate_rank, replicate_group = info._axis(info.replicate_mesh_dim)
     plan = MeshPlan(shard_size, shard_rank, replicate_size, replicate_rank)
-    return UnitMesh(info.mesh, plan, shard_group, replicate_group)
+    return UnitMesh(info.mesh, plan, shard_group, replicate_group, info=info)
 
 
 def check_groups(

@@ -302,6 +302,11 @@ class FullyShardedDataParallel(StateDictMethods):
         return FlatHandle(self._unit, self) if self._unit.managed else None
 
     @property
+    def _all_handles(self) -> list[FlatHandle]:  # of the root's model, as in PyTorch's
+        instances = self.fsdp_modules(self) if self._is_root else []
+        return [FlatHandle(each._unit, each) for each in instances if each._unit.managed]
+
+    @property
     def _is_root(self) -> bool | None:  # None before the first forward, as in PyTorch's
         return None if self._state.known_iteration is None else self._state.is_root
 
@@ -330,6 +335,7 @@ class FullyShardedDataParallel(StateDictMethods):
         for flat, has_grad in zip(unit.flat_shards, trainable, strict=True):
             views.append(FlatParameter(flat, requires_grad=has_grad))
             views[-1]._fqns = names_below(unit)  # type: ignore[attr-defined]
+            views[-1]._local_shard = flat  # type: ignore[attr-defined]
             views[-1].grad = next(grads, None) if has_grad else None
         return views
 

@@ -26,7 +26,7 @@ from fullshard.engine.module_state import ModuleState, states_in
 from fullshard.engine.params.managed import ManagedParameter, said_grad_dtype
 from fullshard.engine.unit import Unit, are_sharded, have_unreduced
 from fullshard.errors import ShardingError, StateError
-from fullshard.faces.interop import FSDPState
+from fullshard.faces.interop import FSDPState, mark_sharded
 from fullshard.fsdp2.communication import (
     refuse_symmetric_memory,
     use_collectives,
@@ -509,7 +509,10 @@ def constructing_as_is() -> Iterator[None]:
 
 def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
     """Copy a sharded module that has not run yet. Every rank has to call it."""
-    return copy_sharded(module, lambda plain: copy.deepcopy(plain, memo), memo)
+    copied = copy_sharded(module, lambda plain: copy.deepcopy(plain, memo), memo)
+    for state in states_in(copied.modules()):
+        mark_sharded(state.modules, cast(Any, state.modules[0]).applied_by)
+    return copied
 
 
 def register_fsdp_forward_method(module: Any, method_name: str) -> None:

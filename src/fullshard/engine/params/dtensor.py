@@ -17,7 +17,7 @@ from fullshard.engine.params.managed import (
     mark_owner,
     said_grad_dtype,
 )
-from fullshard.errors import MisuseError, StateError
+from fullshard.errors import MisuseError, ShardingError, StateError
 from fullshard.plan.gradient_dtypes import GradientDtypes, gradient_dtypes
 from fullshard.plan.layout import rows_per_rank
 from fullshard.plan.mesh import MeshPlan
@@ -110,6 +110,16 @@ class DTensorParameter(ManagedParameter):
         # As `torch.chunk` cuts them, with an empty one beyond the last.
         rows = rows_per_rank(full.size(dim), self._mesh.shard_size)
         start = min(rank * rows, full.size(dim))
+        if type(full) not in (torch.Tensor, nn.Parameter) and full.size(dim):
+            # What PyTorch's FSDP asks of subclasses: NF4 tensors cannot be sliced.
+            parts = full.split(rows, dim)
+            if len(parts) != -(-full.size(dim) // rows):
+                raise ShardingError(
+                    f"{self.name}: {type(full).__name__}.split({rows}, {dim}) gave {len(parts)} parts of shape "
+                    f"{tuple(parts[0].shape)}, for {self._mesh.shard_size} ranks. It needs a size that they divide."
+                )
+            if rank < len(parts):
+                return parts[rank]
         return full.narrow(dim, start, min(rows, full.size(dim) - start))
 
     def show_post_forward(self, local: torch.Tensor, mesh: DeviceMesh) -> None:

@@ -46,6 +46,8 @@ class FlatParameter(nn.Parameter):
     """
 
     is_part = False
+    _local_shard: torch.Tensor  # the unit's own tensor over the same memory: PyTorch's name
+    _fsdp_flattened = True  # PyTorch's mark, by which optimizers know to add up over ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -337,6 +339,7 @@ class FlatHolder(ShardHolder):
             # Its values go to our parameter, to which optimizers refer.
             self.sharded.data = current.data
             self.slot.register(self.sharded)
+        self.sharded._local_shard = flat  # type: ignore[attr-defined]
         if self.is_at(flat):
             return
         # The first time it is empty, and `flat` has no values yet: the pieces bring theirs.

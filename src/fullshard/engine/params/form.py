@@ -26,6 +26,7 @@ class UnitMesh(NamedTuple):
     shard_group: dist.ProcessGroup | None
     replicate_group: dist.ProcessGroup | None
     post_forward: DeviceMesh | None = None  # (replicate, shard) of reshard_after_forward=N
+    info: object = None  # what the face calls it
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
