@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,34 @@ def test_checkpointing_is_that_of_the_model_itself() -> None:
     assert "forward" not in vars(model.model.layers[0])
     model.recompute_layers(True)
     assert wrapped == trace_workload(model, example)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [("Qwen2ForCausalLM", "selective"), ("T5ForConditionalGeneration", "full")]
+)
+def test_models_that_keep_a_cache_are_checkpointed_without_one(name: str, how: str) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "d_model": 32,
+        "intermediate_size": 64,
+        "d_ff": 64,
+    }
+    sizes |= {"num_hidden_layers": 2, "num_layers": 2, "num_attention_heads": 2, "num_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "d_kv": 16, "decoder_start_token_id": 0, "use_cache": True}
+    config = getattr(transformers, f"{name.partition('For')[0]}Config")(**sizes)
+    with torch.device("meta"):
+        model = getattr(transformers, name)(config)
+
+    def given(batch: int, seq: int, **more: Any) -> dict[str, Any]:
+        tokens = torch.zeros(batch, seq, dtype=torch.int64)
+        return {"input_ids": tokens, "labels": tokens, **more}
+
+    setup = replace(BASE, batch=2, seq=16, checkpointing=how)
+    told = Subject(model, inputs=partial(given, use_cache=False)).workload(setup)
+    assert Subject(model, inputs=given).workload(setup) == told
+    assert model.config.use_cache is True
 
 
 def test_each_kind_of_checkpointing_keeps_less_and_takes_longer(llama: Subject) -> None:

@@ -334,7 +334,11 @@ def _fused(workload: Workload) -> Workload:
 
 @contextlib.contextmanager
 def checkpointed(model: nn.Module, units: Units | None, how: str) -> Iterator[None]:
-    """Let units but the root recompute their forward in backward, as a wrapper for activation checkpointing does."""
+    """Let units but the root recompute their forward in backward, as a wrapper for activation checkpointing does.
+
+    Models of Transformers make no cache of keys and values meanwhile, as their own checkpointing sees to: a layer that
+    ran twice would add its own twice.
+    """
     named = dict(model.named_modules())
     chosen = default_units(model) if units is None else modules_of(units)
     modules = [named[path] for path in chosen if path in named and path] if how != "none" else []
@@ -343,6 +347,11 @@ def checkpointed(model: nn.Module, units: Units | None, how: str) -> Iterator[No
             f"checkpointing {how}: {type(model).__name__} has no units but the root, and recomputing all of it "
             "saves nothing. Name units."
         )
-    with restored(model):
+    configs = {id(each): each for m in model.modules() if (each := getattr(m, "config", None))}
+    with restored(model), contextlib.ExitStack() as stack:
+        for config in configs.values() if modules else ():
+            if getattr(config, "use_cache", None) is True:
+                stack.callback(setattr, config, "use_cache", True)
+                config.use_cache = False
         recompute(modules, how)
         yield
