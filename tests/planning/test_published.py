@@ -90,6 +90,8 @@ def test_a_known_run_is_predicted_as_it_was_measured() -> None:
         ({"act_ckpt": "full"}, True, False),
         ({"num_gpus": "64", "shard_size": "64"}, None, False),
         ({"fp8": "yes"}, False, None),
+        ({"param_dtype": "fp32"}, True, True),
+        ({"param_dtype": "fp32", "compile": "yes"}, True, True),
         ({"compile": "yes"}, False, False),
         ({"grad_accum": "4"}, True, None),
         ({"gpu": "A100-80GB-SXM"}, True, None),
@@ -187,6 +189,25 @@ def test_who_casts_around_flash_attention_holds_more() -> None:
     assert casts.peak_nbytes > 1.2 * told.peak_nbytes
 
 
+@pytest.mark.parametrize(
+    "kernels", ["attention=flash", "attention=triton", "notes=precision=amp_bf16"]
+)
+def test_parameters_in_float32_are_cast_around_kernels_of_16_bits(kernels: str) -> None:
+    column, _, value = kernels.partition("=")
+    row = changed(act_ckpt="full") | {column: value}
+    told, casts = predict_row(row), predict_row(row | {"param_dtype": "fp32"})
+    floats = predict_row(changed(act_ckpt="full", param_dtype="fp32"))
+    assert told.step_s < casts.step_s < 1.2 * told.step_s < floats.step_s
+    assert told.peak_nbytes < casts.peak_nbytes
+
+
+def test_parameters_that_are_computed_with_in_float32_have_no_copy() -> None:
+    row = changed(system="zero1", sharding="", seq_len="128", mem_kind="allocated")
+    low, wide = (predict_row(row | {"param_dtype": each}).peak_nbytes for each in ("bf16", "fp32"))
+    # Parameters and gradients of 4 bytes in place of 2, and a copy of 4 on 8 ranks.
+    assert wide - low == pytest.approx((4 - 4 / 8) * 8.03e9, rel=0.15)
+
+
 def test_a_run_that_fits_without_its_logits_peaks_without_them() -> None:
     found = predict_row(changed(micro_batch_per_gpu="5", act_ckpt="full"))
     assert not found.fits
@@ -239,6 +260,7 @@ def test_what_is_not_given_is_the_least_that_fits() -> None:
         ({"seq_len": ""}, "seq_len is not given: took 4096"),
         ({"micro_batch_per_gpu": ""}, "micro_batch_per_gpu is not given: took 1"),
         ({"vocab": ""}, "vocab is not given"),
+        ({"param_dtype": "", "system": "fsdp1", "attention": "flash"}, "param_dtype is not given"),
         ({"notes": "opt=banana"}, "opt=banana is not known: took adamw"),
         ({"notes": "master=banana"}, "master=banana is not known: took fp32"),
         ({"notes": "master=bf16banana"}, "master=bf16banana is not known: took fp32"),

@@ -474,7 +474,7 @@ def test_models_that_cannot_be_built_or_run_are_named() -> None:
     with pytest.raises(SetupError, match="take batch"):
         plan_training(Squares, replace(BASE, batch=2), inputs=lambda: rows(4))
     with pytest.raises(SetupError, match="16 bits"):
-        plan_training(SHAPE, replace(BASE, precision=FLOAT))
+        plan_training(SHAPE, replace(BASE, precision=MixedPrecisionPolicy(torch.float64)))
 
 
 def _of_other_names(b: int, s: int) -> Tensor:

@@ -31,7 +31,6 @@ from fullshard.planning.setup import OPTIMIZERS, Optimizer
 from fullshard.planning.shapes import (
     CHUNKED_LOSS,
     COMPILED_LOSS,
-    EAGER,
     FLASH_GPT_LOSS,
     FLASH_LOSS,
     PARALLEL_LOSS,
@@ -231,8 +230,7 @@ def published_run(values: Mapping[str, str]) -> PublishedRun:
     )
     master = _master(row)
     ranks = num_gpus // divided
-    # FlashAttention takes 16 bits alone. Where nobody says that parameters are, something casts around it.
-    autocasts = is_flat and row.text("attention") == "flash" and not row.text("param_dtype")
+    compute_dtype, autocasts = _computed_in(row)
     settings = dataclasses.replace(
         _settings(row, ranks, master, is_flat=is_flat),
         num_microbatches=min(row.integer("grad_accum", 1), 2),
@@ -243,8 +241,9 @@ def published_run(values: Mapping[str, str]) -> PublishedRun:
         sequences=row.integer("micro_batch_per_gpu", 1, tells=True),
         seq=row.integer("seq_len", 4096, tells=True),
         checkpointing=row.text("act_ckpt", "unknown"),
-        kernels=_kernels(row, shape, is_fused=is_fused, autocasts=autocasts),
-        matmul_dtype="float8_e4m3fn" if row.text("fp8") == "yes" else "bfloat16",
+        kernels=_kernels(row, shape, compute_dtype, is_fused=is_fused, autocasts=autocasts),
+        is_fp8=row.text("fp8") == "yes",
+        compute_dtype=compute_dtype,
         param_dtype=master,
         lora_rank=8 if is_lora else 0,
         has_outer_units=row.text("system") in ("fsdp2", "simplefsdp"),
@@ -252,7 +251,8 @@ def published_run(values: Mapping[str, str]) -> PublishedRun:
         has_two_recomputed=is_lora and is_flat and settings.sharding.shard_size > 1,
         writes_scores=row.text("attention") == "eager",
         autocasts=autocasts,
-        keeps_cache=autocasts,  # a model of Transformers returns it unless it is the one that recomputes
+        # A model of Transformers returns it unless it is the one that recomputes; its programs do not name a dtype.
+        keeps_cache=autocasts and not row.text("param_dtype"),
         parts=parts,
     )
     return PublishedRun(
@@ -328,6 +328,7 @@ def _master(row: _Row) -> torch.dtype:
     stored = row.notes.get("master", "fp32")[:4]
     # Without a shard of the parameters, their copy in float32 is a part of the optimizer's state.
     owns_copy = _sharding(row) in _REPLICATED and _sharding(row) != "none"
+    owns_copy = owns_copy and row.text("param_dtype") != "fp32"
     return torch.float32 if stored == "fp32" and not owns_copy else torch.bfloat16
 
 
@@ -356,7 +357,25 @@ def _held_as(row: _Row) -> str:
     return "device" if kind == "unknown" else kind
 
 
-def _kernels(row: _Row, shape: TransformerShape, *, is_fused: bool, autocasts: bool) -> Kernels:
+def _computed_in(row: _Row) -> tuple[torch.dtype, bool]:
+    """Return the dtype that a row computes in, and whether autocast makes it of parameters in float32.
+
+    FlashAttention and kernels in Triton take 16 bits alone: with parameters in float32 something casts around them, and
+    so it does where nobody says what FSDP1's are.
+    """
+    given, attention = row.text("param_dtype"), row.text("attention")
+    autocasts = row.text("system") == "fsdp1" and attention == "flash" and not given
+    if autocasts:
+        row.assumed.append("param_dtype is not given: took fp32, cast around flash attention")
+    if given == "fp32":
+        casts = row.notes.get("precision", "").startswith("amp")
+        autocasts = casts or attention in ("flash", "triton")
+    return torch.float32 if given == "fp32" and not autocasts else torch.bfloat16, autocasts
+
+
+def _kernels(
+    row: _Row, shape: TransformerShape, dtype: torch.dtype, *, is_fused: bool, autocasts: bool
+) -> Kernels:
     system, attention = row.text("system"), row.text("attention")
     loss = WHOLE_LOSS
     if system == "fsdp2" and "train" in row.notes:
@@ -372,10 +391,13 @@ def _kernels(row: _Row, shape: TransformerShape, *, is_fused: bool, autocasts: b
         usual = RETURNED_LOSS if system == "fsdp1" else WHOLE_LOSS
         flash = FLASH_LOSS if shape.gated_mlp else FLASH_GPT_LOSS
         loss = {"flash": flash, "triton": TRITON_LOSS}.get(attention, usual)
-    kernels = kernels_of(shape, is_compiled=is_fused)
+    kernels = kernels_of(shape, is_compiled=is_fused, dtype=dtype)
     if system == "thunder_fsdp":  # fuses what runs, and keeps what single operators keep
-        kernels = dataclasses.replace(kernels, norm_kept=EAGER.norm_kept, gate_kept=EAGER.gate_kept)
-    return dataclasses.replace(kernels, loss=loss)
+        single = kernels_of(shape, is_compiled=False, dtype=dtype)
+        kernels = dataclasses.replace(
+            kernels, norm_kept=single.norm_kept, gate_kept=single.gate_kept
+        )
+    return dataclasses.replace(kernels, loss=loss.of(dtype))
 
 
 def _shape(row: _Row) -> TransformerShape:
@@ -470,12 +492,13 @@ def _settings(row: _Row, ranks: int, master: torch.dtype, *, is_flat: bool) -> S
     owners = 1
     if sharding not in _SHARDED:
         shard_size, owners = 1, shard_size
-    reduce_dtype = torch.float32 if row.text("reduce_dtype") == "fp32" else torch.bfloat16
+    is_wide = row.text("reduce_dtype", row.text("param_dtype")) == "fp32"
+    reduce_dtype = torch.float32 if is_wide else torch.bfloat16
     num_states = _optimizer(row).num_states
     state_nbytes = 1 if "8bit" in row.notes.get("opt", "") else master.itemsize
     state, temporary = num_states * state_nbytes, master.itemsize
     if sharding not in (*_SHARDED, "none"):  # float32, as the gradient of what a rank steps
-        state, temporary = 4 + 4 * num_states, 4
+        state, temporary = 4 * num_states + (4 if master.itemsize == 2 else 0), 4
     return StepSettings(
         sharding=Sharding(
             shard_size=shard_size,
@@ -621,8 +644,9 @@ def _of_other_engines(run: PublishedRun, memory: StepMemory) -> float:
     if run.system != "zero3":
         return 0.0
     num_params = run.shape.num_params / (run.batch.parts.tensor * run.batch.parts.pipeline)
-    gathered = max(0.0, 2 * min(num_params, 1e9) - memory.at_peak_of(Holding.UNSHARDED))
-    more = 2 * 5e8 + gathered
+    size = run.batch.gathered_dtype.itemsize
+    gathered = max(0.0, size * min(num_params, 1e9) - memory.at_peak_of(Holding.UNSHARDED))
+    more = size * 5e8 + gathered
     if not run.batch.lora_rank and run.offload == "none":
         more += 4 * num_params / run.settings.sharding.shard_size - memory.peak_nbytes
         more += sharing_nbytes(memory, Holding.GRADIENT_SHARDS, 0.0)

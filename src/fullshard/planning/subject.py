@@ -198,12 +198,14 @@ class Subject:
         return model, Example(args, kwargs), TraceOptions(setup.precision, loss=self._loss)
 
     def _counted(self, shape: TransformerShape, setup: TrainingSetup) -> Workload:
-        if (setup.precision.param_dtype or setup.stored or torch.float32).itemsize != 2:
-            raise SetupError(
-                "a shape is planned as computed in 16 bits. For float32, give the model itself."
-            )
-        kernels = kernels_of(shape, is_compiled=setup.is_compiled)
-        batch = MicroBatch(setup.batch, setup.seq, setup.checkpointing, kernels)
+        dtype = setup.precision.param_dtype or setup.stored or torch.float32
+        if dtype.itemsize not in (2, 4):
+            raise SetupError("a shape is planned as computed in 16 bits or in float32.")
+        dtype = torch.bfloat16 if dtype.itemsize == 2 else torch.float32
+        kernels = kernels_of(shape, is_compiled=setup.is_compiled, dtype=dtype)
+        batch = MicroBatch(
+            setup.batch, setup.seq, setup.checkpointing, kernels, compute_dtype=dtype
+        )
         return shape_workload(shape, batch)
 
     def _traced(self, setup: TrainingSetup) -> Workload:
