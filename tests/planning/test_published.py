@@ -240,6 +240,26 @@ def test_gradients_that_are_reduced_once_are_so_with_any_number_of_passes(system
     assert steps[1] < steps[2] < steps[64] < 32 * steps[2]
 
 
+def test_a_pipeline_holds_as_many_sequences_as_it_has_parts() -> None:
+    row = changed(system="ddp", sharding="", shard_size="", num_gpus="32", pp="4", tp="8")
+    row |= {"act_ckpt": "none", "mem_kind": "allocated", "seq_len": "2048", "attention": "eager"}
+    found = {n: predict_row(row | {"micro_batch_per_gpu": str(n)}) for n in (1, 2, 4, 64)}
+    assert "one sequence in each" in found[64].reason
+    assert found[64].fits
+    # However they are counted.
+    in_passes = predict_row(row | {"grad_accum": "64"})
+    assert in_passes.peak_nbytes == found[64].peak_nbytes == found[4].peak_nbytes
+    kept = [found[n].peak_nbytes - found[1].peak_nbytes for n in (2, 4)]
+    assert kept[1] == pytest.approx(3 * kept[0])
+    assert not found[1].reason
+    # Of parameters that are sharded, all at once, unless that does not fit.
+    sharded = row | {"system": "fsdp2", "num_gpus": "256"}
+    at_once, large = (predict_row(sharded | {"micro_batch_per_gpu": n}) for n in ("4", "512"))
+    assert not at_once.reason
+    assert large.fits
+    assert "one sequence in each" in large.reason
+
+
 def test_attention_by_single_operators_keeps_its_scores() -> None:
     row = changed(act_ckpt="none", gpu="H200-141GB-SXM")
     fused, eager = predict_row(row), predict_row(row | {"attention": "eager"})

@@ -21,7 +21,7 @@ from fullshard.plan.simulator import StepMemory, follow_memory
 from fullshard.plan.step import OptimizerPlan, StepSettings, plan_step
 from fullshard.plan.unit_plan import Sharding
 from fullshard.plan.ways import NCCL
-from fullshard.plan.workload import Workload
+from fullshard.plan.workload import Run, Workload
 from fullshard.planning.costs import CONTEXT_NBYTES, FITTED, SPREAD, Constants, Costs, Manner
 from fullshard.planning.estimate import Estimate, estimate_step
 from fullshard.planning.machines import GPUS, Machine, MachineError, machine_named
@@ -137,6 +137,21 @@ class PublishedRun(NamedTuple):
             (self.batch.parts.pipeline - 1) / self.batch.sequences * estimate.computing_s / planned
         )
         return estimate.step_s + one * (self.micro_batches - planned) + idle
+
+    def one_by_one(self) -> "PublishedRun":
+        """Return a pipeline that is given one sequence at a time.
+
+        What is sharded stays gathered, and is reduced once, since each would else be moved for each sequence.
+        """
+        micro_batches = self.micro_batches * self.batch.sequences
+        settings = dataclasses.replace(
+            self.settings,
+            num_microbatches=min(micro_batches, 2),
+            reshard_after_forward=False,
+            reduces_each=False,
+        )
+        batch = dataclasses.replace(self.batch, sequences=1)
+        return self._replace(batch=batch, settings=settings, micro_batches=micro_batches)
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -570,6 +585,7 @@ def _without_logits(
         if tried.fits:
             found = dataclasses.replace(found, peak_nbytes=tried.peak_nbytes)
             reason = (*reason, "does not fit with all logits at once: the peak is that without")
+    reason = (*reason, found.reason) if found.reason else reason
     return dataclasses.replace(found, reason="; ".join(reason))
 
 
@@ -582,9 +598,31 @@ def estimate_run(run: PublishedRun, constants: Constants = FITTED) -> tuple[Work
 
 
 def _predict(run: PublishedRun, constants: Constants) -> Prediction:
+    """Predict a run, as far as memory goes with the micro-batches of its pipeline, which no row tells.
+
+    Those that shard parameters make as few as the pipeline has parts, so all of the batch is there at once, unless it
+    does not fit. Else, and where others have whole parameters, each is a sequence.
+    """
+    found = _predict_whole(run, constants)
+    if run.batch.parts.pipeline == 1 or (found.fits and run.settings.sharding.shard_size > 1):
+        return found
+    tried = _predict_whole(run.one_by_one(), constants)
+    return dataclasses.replace(
+        tried,
+        step_s=found.step_s,
+        tokens_per_s=found.tokens_per_s,
+        reason=_ONE_BY_ONE if run.batch.sequences > 1 else "",
+    )
+
+
+_ONE_BY_ONE = "the pipeline's micro-batches are not given: took one sequence in each"
+
+
+def _predict_whole(run: PublishedRun, constants: Constants) -> Prediction:
     workload, estimate = estimate_run(run, constants)
     step_s = run.step_seconds(estimate)
     more = _of_other_engines(run, estimate.memory) + _gathered_nbytes(run, workload)
+    more += _waiting_nbytes(run, workload)
     memory = _allocated(run, workload, estimate)
     peak = tensors = memory.peak_nbytes + more
     if run.held_as != "allocated":
@@ -668,10 +706,21 @@ def _pooled_nbytes(run: PublishedRun, memory: StepMemory) -> float:
 
 def _gathered_nbytes(run: PublishedRun, workload: Workload) -> float:
     """Return the bytes of the two buffers from which FSDP2 copies parameters: a layer's, after the largest unit's."""
-    if run.system != "fsdp2" or run.settings.sharding.shard_size == 1:
+    stays = run.settings.reshard_after_forward is False  # so none is there at the peak
+    if run.system != "fsdp2" or run.settings.sharding.shard_size == 1 or stays:
         return 0.0
     sizes = [sum(s.numel * s.compute_dtype.itemsize for s in u.params) for u in workload.units]
     return max(sizes) + sizes[1]
+
+
+def _waiting_nbytes(run: PublishedRun, workload: Workload) -> float:
+    """Return what layers of a pipeline's first part keep of the micro-batches that wait for their backward.
+
+    It has begun as many as there are parts when the first comes back, by the usual schedule (1F1B, arXiv 2104.04473).
+    """
+    num_waiting = min(run.batch.parts.pipeline, run.micro_batches) - 1
+    *runs, _head = (workload.stretches[e.stretch] for e in workload.events if isinstance(e, Run))
+    return num_waiting * sum(each.saved_nbytes for each in runs)
 
 
 COLUMNS = (
