@@ -302,6 +302,14 @@ def test_what_is_not_given_is_the_least_that_fits() -> None:
         ({"cp": "3"}, "does not divide 8 GPUs"),
         ({"notes": "opt=sgd; opt=adamw"}, "opt= is given twice"),
         ({"system": "ddp"}, "ddp does not shard"),
+        ({"system": "ddp", "sharding": ""}, "shard_size is above 1: took 1"),
+        ({"system": "single", "sharding": ""}, "num_gpus is above 1: took replicas"),
+        ({"system": ""}, "system is not given"),
+        ({"compile": ""}, "compile is not given: took no"),
+        ({"grad_accum": ""}, "grad_accum is not given: took 1"),
+        ({"hidden": ""}, "hidden is not given: took 35 layers of 4480"),
+        ({"params_b": "70"}, "params_b is 70, and the shape has 8.03: took the shape"),
+        ({"gpu": "A100-80GB-SXM", "fp8": "yes"}, "has no products of 8 bits: took bf16"),
     ],
 )
 def test_what_is_assumed_is_said(values: Mapping[str, str], said: str) -> None:
@@ -309,7 +317,18 @@ def test_what_is_assumed_is_said(values: Mapping[str, str], said: str) -> None:
     known = (
         "mlp=swiglu; precision=amp_bf16; opt=adamw8bit; moe=experts=8,shared=0,active_params_b=2"
     )
-    assert not predict_row(changed(notes=known)).reason
+    assert not predict_row(changed(notes=known, params_b="")).reason
+
+
+def test_a_gpu_may_be_given_by_its_numbers() -> None:
+    numbers = {"peak_bf16_tflops": "989", "hbm_gbps": "3350", "inter_node_gbps": "50", "fp8": ""}
+    named = predict_row(changed(mem_kind="allocated") | numbers)
+    blank = predict_row(changed(mem_kind="allocated", gpu="") | numbers)
+    assert blank.step_s == pytest.approx(named.step_s, rel=0.01)
+    assert blank.peak_nbytes == named.peak_nbytes
+    assert "gpu is not given" in blank.reason
+    with pytest.raises(UnsupportedRowError, match="and all of peak_bf16_tflops"):
+        predict_row(changed(gpu=""))
 
 
 def test_notes_are_read_however_they_are_written() -> None:
@@ -318,7 +337,8 @@ def test_notes_are_read_however_they_are_written() -> None:
         "master=bf16;opt=sgd;moe=experts=8,top_k=2;train=lora",
         "ran twice, Master=BF16, OPT = SGD train=lora moe=experts=8,top_k=2, head_dim=128",
     ):
-        assert predict_row(changed(notes=notes, system=" fsdp2 ")) == told
+        words = {"system": " FSDP2 ", "gpu": "h100-80gb-sxm", "act_ckpt": "Selective"}
+        assert predict_row(changed(notes=notes, **words)) == told
 
 
 def test_known_words_are_documented() -> None:
@@ -355,6 +375,9 @@ def test_a_shape_that_is_not_given_is_the_usual_one() -> None:
     ("values", "said"),
     [
         ({"gpu": "H300"}, "H100-80GB-SXM"),
+        ({"gpu": "b20"}, "Did you mean B200"),
+        ({"system": "fsdp"}, "Did you mean fsdp"),
+        ({"notes": "moe=8 experts"}, "moe= needs experts=NUMBER"),
         ({"num_layers": ""}, "num_layers"),
         ({"hidden": "wide"}, "hidden"),
         ({"hidden": "", "params_b": ""}, "params_b"),
@@ -430,6 +453,10 @@ def test_lines_of_another_length_are_read(tmp_path: Path) -> None:
     summary = predict_runs(source, out)
     assert summary.num_predicted == 1
     assert set(summary.unsupported) == {"x1"}
+    assert "beyond the columns: left out more, and more" in out.read_text()
+    source.write_text(",".join([*ROW, "gpu"]) + f"\n{values},B200\n")
+    predict_runs(source, out)
+    assert "several columns gpu: took the last" in out.read_text()
 
 
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:

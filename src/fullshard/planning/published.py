@@ -7,11 +7,12 @@ row says so and is not predicted.
 
 import csv
 import dataclasses
+import difflib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +25,7 @@ from fullshard.plan.ways import NCCL
 from fullshard.plan.workload import Run, Workload
 from fullshard.planning.costs import CONTEXT_NBYTES, FITTED, SPREAD, Constants, Costs, Manner
 from fullshard.planning.estimate import Estimate, estimate_step
-from fullshard.planning.machines import GPUS, Machine, MachineError, machine_named
+from fullshard.planning.machines import GPUS, Machine, MachineError, custom_gpu, machine_named
 from fullshard.planning.offloading import offloaded
 from fullshard.planning.pools import pooled_nbytes, sharing_nbytes
 from fullshard.planning.setup import OPTIMIZERS, Optimizer
@@ -170,8 +171,19 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         )
     if not rows:
         raise RunsError(f"{path}: has columns and no rows.")
-    # A short line has None for what it lacks, and a long one a list of what it has more.
-    return [{name: row[name] or "" for name in columns} for row in rows]
+    twice = sorted({name for name in columns if columns.count(name) > 1})
+    said = [f"there are several columns {name}: took the last" for name in twice]
+
+    def read(row: dict[Any, Any]) -> dict[str, str]:
+        # A short line has None for what it lacks, and a long one a list of what it has more.
+        more = [each for each in row.get(None, ()) if each]
+        left = [f"there are cells beyond the columns: left out {', '.join(more)}"] if more else []
+        return {name: row[name] or "" for name in columns} | {_SAID: "; ".join(said + left)}
+
+    return [read(row) for row in rows]
+
+
+_SAID = "what was said of a row while it was read"  # a column that no table has
 
 
 class _Row:
@@ -179,14 +191,17 @@ class _Row:
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self._values = values
-        self.assumed: list[str] = []  # columns that were not given, with what was taken
+        # What was not given, or does not go together, with what was taken.
+        self.assumed: list[str] = [said] if (said := values.get(_SAID)) else []
         notes = _NOTE.findall(self.text("notes").lower())
         self.notes: dict[str, str] = dict(notes)
         twice = sorted(key for key in self.notes if [each for each, _ in notes].count(key) > 1)
         self.assumed += [f"{key}= is given twice: took the last" for key in twice]
 
     def text(self, column: str, default: str = "") -> str:
-        return (self._values.get(column) or "").strip() or default
+        text = (self._values.get(column) or "").strip()
+        known = GPUS if column == "gpu" else WORDS.get(column, ())
+        return next((word for word in known if word.lower() == text.lower()), text) or default
 
     def number(self, column: str, default: float | None = None) -> float:
         """Return a number. Raises UnsupportedRowError for text, and for nothing where there is no default."""
@@ -248,7 +263,7 @@ def published_run(values: Mapping[str, str]) -> PublishedRun:
     compute_dtype, autocasts = _computed_in(row)
     settings = dataclasses.replace(
         _settings(row, ranks, master, is_flat=is_flat),
-        num_microbatches=min(row.integer("grad_accum", 1), 2),
+        num_microbatches=min(row.integer("grad_accum", 1, tells=True), 2),
     )
     owners = max(parts.expert, settings.sharding.shard_size)
     parts = dataclasses.replace(parts, expert_owners=owners)
@@ -299,8 +314,21 @@ def _check_words(row: _Row) -> None:
     """Raise UnsupportedRowError for words that no run has."""
     for column, known in WORDS.items():
         if (word := row.text(column)) and word not in known:
-            raise UnsupportedRowError(f"{column} is {word!r}: expected {', '.join(known)}")
+            raise UnsupportedRowError(
+                f"{column} is {word!r}: expected {', '.join(known)}{_meant(word, known)}"
+            )
     system, sharding = row.text("system"), _sharding(row)
+    if not system:
+        row.assumed.append(
+            f"system is not given: took sharding {sharding}, by no engine in particular"
+        )
+    if not row.text("compile"):
+        took = "yes" if system in _COMPILED else "no"
+        row.assumed.append(f"compile is not given: took {took}")
+    if system == "single" and row.integer("num_gpus", 1) > 1:
+        row.assumed.append("system is single, and num_gpus is above 1: took replicas")
+    if sharding == "none" and row.integer("shard_size", 1) > 1:
+        row.assumed.append("nothing is sharded, and shard_size is above 1: took 1")
     if system in _SHARDING_OF and sharding in _SHARDED:
         row.assumed.append(
             f"{system} does not shard parameters, and sharding is {sharding}: took {sharding}"
@@ -310,6 +338,11 @@ def _check_words(row: _Row) -> None:
         if not re.match(f"({'|'.join(known)})(?![a-z])", word):
             row.assumed.append(f"{note}={word} is not known: took {known[0]} of {', '.join(known)}")
             del row.notes[note]
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, known, 1, 0.4)
+    return f". Did you mean {near[0]}?" if near else ""
 
 
 def _check_parts(row: _Row, shape: TransformerShape, parts: Parts, num_gpus: int) -> None:
@@ -421,9 +454,16 @@ def _shape(row: _Row) -> TransformerShape:
     moe = {key.strip(): value.strip() for key, value in of_moe}
     moe = {key: value for key, value in moe.items() if (key, value) not in _NO_EXPERTS}
     if "moe" in row.notes and "experts" not in moe:
-        raise UnsupportedRowError("the shape of its layers is not given")
+        raise UnsupportedRowError(
+            "the shape of its layers is not given: moe= needs experts=NUMBER, and takes top_k=, moe_ffn=, shared=, "
+            "dense_layers="
+        )
     if not row.text("hidden"):
-        return _usual_shape(row.number("params_b") * 1e9)
+        usual = _usual_shape(row.number("params_b") * 1e9)
+        row.assumed.append(
+            f"hidden is not given: took {usual.num_layers} layers of {usual.hidden}, as usual for params_b"
+        )
+        return usual
     hidden, heads = row.integer("hidden"), row.integer("num_heads")
     if hidden % heads and "head_dim" not in row.notes:
         raise UnsupportedRowError(
@@ -460,7 +500,12 @@ def _shape(row: _Row) -> TransformerShape:
     params = row.number("params_b", shape.num_params / 1e9) * 1e9
     # Where three matrices make the number of parameters that is given, and two do not, there are three.
     is_gated = abs(gated.num_params / params - 1) < 0.02 < abs(shape.num_params / params - 1)
-    return gated if is_gated else shape
+    shape = gated if is_gated else shape
+    if abs(shape.num_params / params - 1) > 0.1:
+        row.assumed.append(
+            f"params_b is {params / 1e9:g}, and the shape has {shape.num_params / 1e9:.3g}: took the shape"
+        )
+    return shape
 
 
 def _usual_shape(params: float) -> TransformerShape:
@@ -474,6 +519,14 @@ def _usual_shape(params: float) -> TransformerShape:
 
 
 def _machine(row: _Row) -> Machine:
+    if not row.text("gpu") and all(row.text(column) for column in _OF_MACHINE):
+        flops, *rates = (row.number(column) for column in _OF_MACHINE)
+        row.assumed.append("gpu is not given: took its numbers, and as much memory as is needed")
+        memory, link, network = (rate * 1e9 for rate in rates)
+        gpu = custom_gpu(
+            flops=flops * 1e12, memory_nbytes=math.inf, memory_rate=memory, link_rate=link
+        )
+        return Machine(gpu, row.integer("gpus_per_node", gpu.per_host), link, network)
     try:
         machine = machine_named(
             row.text("gpu"),
@@ -482,8 +535,11 @@ def _machine(row: _Row) -> Machine:
         )
     except MachineError as error:
         raise UnsupportedRowError(
-            f"gpu is {row.text('gpu')!r}: expected {', '.join(GPUS)}"
+            f"gpu is {row.text('gpu')!r}: expected {', '.join(GPUS)}, or none, and all of "
+            f"{', '.join(_OF_MACHINE)}{_meant(row.text('gpu').upper(), GPUS)}"
         ) from error
+    if machine.gpu.fp8 == 1 and row.text("fp8") == "yes":
+        row.assumed.append(f"{machine.gpu.name} has no products of 8 bits: took bf16")
     gpu = dataclasses.replace(
         machine.gpu,
         flops=row.number("peak_bf16_tflops", machine.gpu.flops / 1e12) * 1e12,
@@ -499,7 +555,7 @@ def _settings(row: _Row, ranks: int, master: torch.dtype, *, is_flat: bool) -> S
     sharding, usual = _sharding(row), ranks
     if "hybrid" in sharding:  # inside of a host
         usual = math.gcd(ranks, max(1, row.integer("gpus_per_node", 8) // row.integer("tp", 1)))
-    shard_size = row.integer("shard_size", 1 if sharding == "none" else usual)
+    shard_size = 1 if sharding == "none" else row.integer("shard_size", usual)
     if shard_size > ranks or ranks % shard_size:
         raise UnsupportedRowError(
             f"shard_size is {shard_size}, and there are {ranks} ranks to shard over"
@@ -548,6 +604,7 @@ class Prediction:
 
 
 _GIB, _LARGEST_HOST = 1 << 30, 8
+_OF_MACHINE = ("peak_bf16_tflops", "hbm_gbps", "intra_node_gbps", "inter_node_gbps")
 
 
 def predict_row(values: Mapping[str, str], constants: Constants = FITTED) -> Prediction:
