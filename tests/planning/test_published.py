@@ -307,7 +307,7 @@ def test_what_is_not_given_is_the_least_that_fits() -> None:
         ({"system": ""}, "system is not given"),
         ({"compile": ""}, "compile is not given: took no"),
         ({"grad_accum": ""}, "grad_accum is not given: took 1"),
-        ({"hidden": ""}, "hidden is not given: took 35 layers of 4480"),
+        ({"hidden": ""}, "hidden is not given: took 34 layers of 4352"),
         ({"params_b": "70"}, "params_b is 70, and the shape has 8.03: took the shape"),
         ({"gpu": "A100-80GB-SXM", "fp8": "yes"}, "has no products of 8 bits: took bf16"),
     ],

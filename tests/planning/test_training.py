@@ -537,6 +537,13 @@ def test_units_are_in_the_text(llama: Subject) -> None:
     assert max(map(len, str(single).splitlines())) <= 100
 
 
+def test_the_first_plan_of_the_page_is_what_is_printed() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    setup = TrainingSetup(H100, ranks=64, batch=2, seq=4096, checkpointing="full")
+    printed, _, _ = str(planned(Subject("8b"), setup)).partition("\nWhat to change first")
+    assert f"```text\n{printed.rstrip()}\n\nWhat to change first\n" in page
+
+
 def test_of_adafactor_is_said_that_it_is_refused(llama: Subject) -> None:
     said = ["Adafactor" in str(planned(llama, replace(BASE, optimizer=o))) for o in OPTIMIZERS]
     assert said == [o == "adafactor" for o in OPTIMIZERS]
