@@ -344,7 +344,7 @@ _MOST_LINES = {
     "optim": 2246,
     "peers": 3379,
     "plan": 4139,
-    "planning": 6864,
+    "planning": 7089,
     "state": 3277,
     "tools": 17644,
     "top": 2246,

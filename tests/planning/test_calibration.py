@@ -192,7 +192,15 @@ def test_ways_to_communicate_are_told_apart(workload: Workload) -> None:
     assert [*figures.with_way(GLOO.name).engine] == [gloo]
 
 
-@pytest.mark.parametrize("change", [{"schema": "other/1"}, {"kernel_s": -1.0}, {"ranks": "two"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema": "other/1"},
+        {"kernel_s": -1.0},
+        {"ranks": "two"},
+        {"kernels": [["matmuls", "mm", "float32", [1, 1, 1], 2.0, 12.0, 1.0]]},
+    ],
+)
 def test_a_damaged_file_is_refused_by_its_name(
     workload: Workload, tmp_path: Path, change: dict[str, object]
 ) -> None:

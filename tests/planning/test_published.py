@@ -90,6 +90,8 @@ def test_a_known_run_is_predicted_as_it_was_measured() -> None:
         ({"act_ckpt": "full"}, True, False),
         ({"num_gpus": "64", "shard_size": "64"}, None, False),
         ({"fp8": "yes"}, False, None),
+        ({"param_dtype": "fp32"}, True, True),
+        ({"param_dtype": "fp32", "compile": "yes"}, True, True),
         ({"compile": "yes"}, False, False),
         ({"grad_accum": "4"}, True, None),
         ({"gpu": "A100-80GB-SXM"}, True, None),
@@ -180,11 +182,39 @@ def test_programs_of_a_later_time_hold_less() -> None:
     assert compiled[1] / compiled[0] < single[1] / single[0] < 1
 
 
+@pytest.mark.parametrize("hidden", ["4096", "8192"])
+def test_a_newer_gpu_with_less_power_is_not_slower(hidden: str) -> None:
+    row = changed(params_b="", hidden=hidden, num_layers="8", act_ckpt="full", compile="yes")
+    for more in ({}, {"micro_batch_per_gpu": "8", "seq_len": "2048"}):
+        gpus = ("H100-80GB-SXM", "B200-power-limited", "B200")
+        steps = [predict_row(row | more | {"gpu": gpu}).step_s for gpu in gpus]
+        assert steps == sorted(steps, reverse=True)
+
+
 def test_who_casts_around_flash_attention_holds_more() -> None:
     row = changed(system="fsdp1", attention="flash", mem_kind="allocated")
     told, casts = predict_row(row), predict_row(row | {"param_dtype": ""})
     # What layers pass on is twice as large, and keys and values are returned.
     assert casts.peak_nbytes > 1.2 * told.peak_nbytes
+
+
+@pytest.mark.parametrize(
+    "kernels", ["attention=flash", "attention=triton", "notes=precision=amp_bf16"]
+)
+def test_parameters_in_float32_are_cast_around_kernels_of_16_bits(kernels: str) -> None:
+    column, _, value = kernels.partition("=")
+    row = changed(act_ckpt="full") | {column: value}
+    told, casts = predict_row(row), predict_row(row | {"param_dtype": "fp32"})
+    floats = predict_row(changed(act_ckpt="full", param_dtype="fp32"))
+    assert told.step_s < casts.step_s < 1.2 * told.step_s < floats.step_s
+    assert told.peak_nbytes < casts.peak_nbytes
+
+
+def test_parameters_that_are_computed_with_in_float32_have_no_copy() -> None:
+    row = changed(system="zero1", sharding="", seq_len="128", mem_kind="allocated")
+    low, wide = (predict_row(row | {"param_dtype": each}).peak_nbytes for each in ("bf16", "fp32"))
+    # Parameters and gradients of 4 bytes in place of 2, and a copy of 4 on 8 ranks.
+    assert wide - low == pytest.approx((4 - 4 / 8) * 8.03e9, rel=0.15)
 
 
 def test_a_run_that_fits_without_its_logits_peaks_without_them() -> None:
@@ -219,6 +249,26 @@ def test_gradients_that_are_reduced_once_are_so_with_any_number_of_passes(system
     assert steps[1] < steps[2] < steps[64] < 32 * steps[2]
 
 
+def test_a_pipeline_holds_as_many_sequences_as_it_has_parts() -> None:
+    row = changed(system="ddp", sharding="", shard_size="", num_gpus="32", pp="4", tp="8")
+    row |= {"act_ckpt": "none", "mem_kind": "allocated", "seq_len": "2048", "attention": "eager"}
+    found = {n: predict_row(row | {"micro_batch_per_gpu": str(n)}) for n in (1, 2, 3, 4, 64)}
+    assert "one sequence in each" in found[64].reason
+    assert found[64].fits
+    # However they are counted.
+    in_passes = predict_row(row | {"grad_accum": "64"})
+    assert in_passes.peak_nbytes == found[64].peak_nbytes == found[4].peak_nbytes
+    kept = [found[n].peak_nbytes - found[2].peak_nbytes for n in (3, 4)]
+    assert kept[1] == pytest.approx(2 * kept[0])
+    assert not found[1].reason
+    # Of parameters that are sharded, all at once, unless that does not fit.
+    sharded = row | {"system": "fsdp2", "num_gpus": "256"}
+    at_once, large = (predict_row(sharded | {"micro_batch_per_gpu": n}) for n in ("4", "512"))
+    assert not at_once.reason
+    assert large.fits
+    assert "one sequence in each" in large.reason
+
+
 def test_attention_by_single_operators_keeps_its_scores() -> None:
     row = changed(act_ckpt="none", gpu="H200-141GB-SXM")
     fused, eager = predict_row(row), predict_row(row | {"attention": "eager"})
@@ -239,6 +289,7 @@ def test_what_is_not_given_is_the_least_that_fits() -> None:
         ({"seq_len": ""}, "seq_len is not given: took 4096"),
         ({"micro_batch_per_gpu": ""}, "micro_batch_per_gpu is not given: took 1"),
         ({"vocab": ""}, "vocab is not given"),
+        ({"param_dtype": "", "system": "fsdp1", "attention": "flash"}, "param_dtype is not given"),
         ({"notes": "opt=banana"}, "opt=banana is not known: took adamw"),
         ({"notes": "master=banana"}, "master=banana is not known: took fp32"),
         ({"notes": "master=bf16banana"}, "master=bf16banana is not known: took fp32"),
@@ -251,6 +302,14 @@ def test_what_is_not_given_is_the_least_that_fits() -> None:
         ({"cp": "3"}, "does not divide 8 GPUs"),
         ({"notes": "opt=sgd; opt=adamw"}, "opt= is given twice"),
         ({"system": "ddp"}, "ddp does not shard"),
+        ({"system": "ddp", "sharding": ""}, "shard_size is above 1: took 1"),
+        ({"system": "single", "sharding": ""}, "num_gpus is above 1: took replicas"),
+        ({"system": ""}, "system is not given"),
+        ({"compile": ""}, "compile is not given: took no"),
+        ({"grad_accum": ""}, "grad_accum is not given: took 1"),
+        ({"hidden": ""}, "hidden is not given: took 34 layers of 4352"),
+        ({"params_b": "70"}, "params_b is 70, and the shape has 8.03: took the shape"),
+        ({"gpu": "A100-80GB-SXM", "fp8": "yes"}, "has no products of 8 bits: took bf16"),
     ],
 )
 def test_what_is_assumed_is_said(values: Mapping[str, str], said: str) -> None:
@@ -258,7 +317,18 @@ def test_what_is_assumed_is_said(values: Mapping[str, str], said: str) -> None:
     known = (
         "mlp=swiglu; precision=amp_bf16; opt=adamw8bit; moe=experts=8,shared=0,active_params_b=2"
     )
-    assert not predict_row(changed(notes=known)).reason
+    assert not predict_row(changed(notes=known, params_b="")).reason
+
+
+def test_a_gpu_may_be_given_by_its_numbers() -> None:
+    numbers = {"peak_bf16_tflops": "989", "hbm_gbps": "3350", "inter_node_gbps": "50", "fp8": ""}
+    named = predict_row(changed(mem_kind="allocated") | numbers)
+    blank = predict_row(changed(mem_kind="allocated", gpu="") | numbers)
+    assert blank.step_s == pytest.approx(named.step_s, rel=0.01)
+    assert blank.peak_nbytes == named.peak_nbytes
+    assert "gpu is not given" in blank.reason
+    with pytest.raises(UnsupportedRowError, match="and all of peak_bf16_tflops"):
+        predict_row(changed(gpu=""))
 
 
 def test_notes_are_read_however_they_are_written() -> None:
@@ -267,7 +337,8 @@ def test_notes_are_read_however_they_are_written() -> None:
         "master=bf16;opt=sgd;moe=experts=8,top_k=2;train=lora",
         "ran twice, Master=BF16, OPT = SGD train=lora moe=experts=8,top_k=2, head_dim=128",
     ):
-        assert predict_row(changed(notes=notes, system=" fsdp2 ")) == told
+        words = {"system": " FSDP2 ", "gpu": "h100-80gb-sxm", "act_ckpt": "Selective"}
+        assert predict_row(changed(notes=notes, **words)) == told
 
 
 def test_known_words_are_documented() -> None:
@@ -304,6 +375,9 @@ def test_a_shape_that_is_not_given_is_the_usual_one() -> None:
     ("values", "said"),
     [
         ({"gpu": "H300"}, "H100-80GB-SXM"),
+        ({"gpu": "b20"}, "Did you mean B200"),
+        ({"system": "fsdp"}, "Did you mean fsdp"),
+        ({"notes": "moe=8 experts"}, "moe= needs experts=NUMBER"),
         ({"num_layers": ""}, "num_layers"),
         ({"hidden": "wide"}, "hidden"),
         ({"hidden": "", "params_b": ""}, "params_b"),
@@ -379,6 +453,10 @@ def test_lines_of_another_length_are_read(tmp_path: Path) -> None:
     summary = predict_runs(source, out)
     assert summary.num_predicted == 1
     assert set(summary.unsupported) == {"x1"}
+    assert "beyond the columns: left out more, and more" in out.read_text()
+    source.write_text(",".join([*ROW, "gpu"]) + f"\n{values},B200\n")
+    predict_runs(source, out)
+    assert "several columns gpu: took the last" in out.read_text()
 
 
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:

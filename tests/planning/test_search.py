@@ -422,6 +422,7 @@ PRINTED = [
 
 
 def _shard_as_printed(program: str) -> tuple[dict[str, Any], Any]:
+    assert "fullshard." not in program  # public names alone
     names: dict[str, Any] = {}
     exec(compile(program, "printed", "exec"), names)
     model = small_llama()

@@ -17,6 +17,7 @@ from fullshard.planning.pools import pooled_nbytes
 from fullshard.planning.recomputing import recompute
 from fullshard.planning.shapes import (
     EAGER,
+    EAGER_FLOAT,
     EAGER_GELU,
     FUSED,
     Experts,
@@ -62,17 +63,26 @@ def test_products_are_those_of_the_module() -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_bytes_are_about_those_of_the_module(checkpointing: str) -> None:
+def test_bytes_are_about_those_of_the_module(checkpointing: str, dtype: torch.dtype) -> None:
+    num_shared = 8 if dtype == torch.bfloat16 else 32  # in float32 shared keys write all scores
     with torch.device("meta"):
-        model = Llama(LlamaConfig(32_000, 4096, 11_008, 2, 32, 8)).to(torch.bfloat16)
+        model = Llama(LlamaConfig(32_000, 4096, 11_008, 2, 32, num_shared)).to(dtype)
     recompute(model.model.layers, checkpointing)
     traced = trace_workload(
         model, token_example(model, batch=2, seq=4096), options=TraceOptions(attends_as_gpu=True)
     )
     shaped = shape_workload(
-        TransformerShape(2, 4096, 32, 8, 11_008, 32_000, 128),
-        MicroBatch(2, 4096, checkpointing, param_dtype=torch.bfloat16),
+        TransformerShape(2, 4096, 32, num_shared, 11_008, 32_000, 128),
+        MicroBatch(
+            2,
+            4096,
+            checkpointing,
+            EAGER if dtype == torch.bfloat16 else EAGER_FLOAT,
+            param_dtype=dtype,
+            compute_dtype=dtype,
+        ),
     )
     settings = StepSettings(Sharding(8, NCCL), has_streams=True)
     peaks = [follow_memory(plan_step(each, settings)).peak_nbytes for each in (shaped, traced)]

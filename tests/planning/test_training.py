@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,34 @@ def test_checkpointing_is_that_of_the_model_itself() -> None:
     assert wrapped == trace_workload(model, example)
 
 
+@pytest.mark.parametrize(
+    ("name", "how"), [("Qwen2ForCausalLM", "selective"), ("T5ForConditionalGeneration", "full")]
+)
+def test_models_that_keep_a_cache_are_checkpointed_without_one(name: str, how: str) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "d_model": 32,
+        "intermediate_size": 64,
+        "d_ff": 64,
+    }
+    sizes |= {"num_hidden_layers": 2, "num_layers": 2, "num_attention_heads": 2, "num_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "d_kv": 16, "decoder_start_token_id": 0, "use_cache": True}
+    config = getattr(transformers, f"{name.partition('For')[0]}Config")(**sizes)
+    with torch.device("meta"):
+        model = getattr(transformers, name)(config)
+
+    def given(batch: int, seq: int, **more: Any) -> dict[str, Any]:
+        tokens = torch.zeros(batch, seq, dtype=torch.int64)
+        return {"input_ids": tokens, "labels": tokens, **more}
+
+    setup = replace(BASE, batch=2, seq=16, checkpointing=how)
+    told = Subject(model, inputs=partial(given, use_cache=False)).workload(setup)
+    assert Subject(model, inputs=given).workload(setup) == told
+    assert model.config.use_cache is True
+
+
 def test_each_kind_of_checkpointing_keeps_less_and_takes_longer(llama: Subject) -> None:
     setup = replace(BASE, batch=4, seq=2048)
     kinds = ("none", "selective", "full")
@@ -445,7 +474,7 @@ def test_models_that_cannot_be_built_or_run_are_named() -> None:
     with pytest.raises(SetupError, match="take batch"):
         plan_training(Squares, replace(BASE, batch=2), inputs=lambda: rows(4))
     with pytest.raises(SetupError, match="16 bits"):
-        plan_training(SHAPE, replace(BASE, precision=FLOAT))
+        plan_training(SHAPE, replace(BASE, precision=MixedPrecisionPolicy(torch.float64)))
 
 
 def _of_other_names(b: int, s: int) -> Tensor:
@@ -506,6 +535,13 @@ def test_units_are_in_the_text(llama: Subject) -> None:
         single = planned(Subject(nn.Linear(256, 256), inputs=rows), BASE)
     assert "1 unit, the root" in str(single)
     assert max(map(len, str(single).splitlines())) <= 100
+
+
+def test_the_first_plan_of_the_page_is_what_is_printed() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    setup = TrainingSetup(H100, ranks=64, batch=2, seq=4096, checkpointing="full")
+    printed, _, _ = str(planned(Subject("8b"), setup)).partition("\nWhat to change first")
+    assert f"```text\n{printed.rstrip()}\n\nWhat to change first\n" in page
 
 
 def test_of_adafactor_is_said_that_it_is_refused(llama: Subject) -> None:

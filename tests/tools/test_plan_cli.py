@@ -247,7 +247,6 @@ def test_a_machine_may_be_given_by_its_numbers() -> None:
             ("--shape", SHAPE.replace("heads=2", "heads=3"), *ON_8),
             "kv-heads 3 do not divide 8 heads",
         ),
-        (("--shape", SHAPE, "--dtype", "fp32", *ON_8), "give the model itself"),
         (("--shape", SHAPE, "--units", "a", *ON_8), "a shape has no module"),
         (("planned_program:nothing", *ON_8), "has no function 'nothing'; it has "),
         (("torch:compil", *ON_8), "has no function 'compil'; it has compile, "),

@@ -104,6 +104,11 @@ class MachineFigures:
     def __post_init__(self) -> None:
         if self.schema != SCHEMA:
             raise ValueError(f"has the schema {self.schema!r:.60}, not {SCHEMA!r}")
+        kinds = [kind.value for kind in WorkKind]
+        if unknown := sorted({each.kind for each in self.kernels} - {*kinds}):
+            raise ValueError(
+                f"has kernels of the kind {unknown[0]!r:.60}, not of {', '.join(kinds)}"
+            )
         numbers = [self.kernel_s, *(each.seconds for each in self.kernels)]
         for figures in self.engine.values():
             numbers += [figures.fence_s, figures.unit_s, figures.param_s, figures.contention]

@@ -86,7 +86,7 @@ class Costs:
         self.machine, self.constants = machine, constants
         self._manner = manner
         gpu = machine.gpu
-        self._power = gpu.matmul * (constants.power if gpu.is_power_limited else 1.0)
+        self._power = constants.power if gpu.is_power_limited else 1.0
         self._figures = _figures(machine, constants, self._power)
         self._works: dict[Work, float] = {}
         self._stretches: dict[tuple[int, str], tuple[float, int]] = {}
@@ -130,7 +130,8 @@ class Costs:
             share = gpu.attention * constants.attention_triton
         elif self._manner.attention == "cudnn":
             share = constants.attention
-        flops = work.flops / self._power * (_FULL_PRECISION if work.dtype == "float32" else 1)
+        slower = gpu.float32 if work.dtype == "float32" else 1 / gpu.matmul
+        flops = work.flops / self._power * slower
         return self._figures.attention_seconds(flops, work.nbytes, work.shape[2]) / share
 
     # Actions
@@ -219,9 +220,6 @@ class Costs:
         return CollectiveFigures(latency, rate, fill).seconds(moved)
 
 
-# How many times as fast products of bfloat16 are as those of float32, at torch's default precision (no TF32): on A100,
-# H100 and H200 alike.
-_FULL_PRECISION = 15.5
 _HOP_S = 15e-6  # from host to host
 _LINK_SHARE = 0.77
 _NOMINAL_LINK = {"A100": 300e9, "H100": 450e9, "H200": 450e9, "B200": 900e9, "GB200": 900e9}
@@ -232,7 +230,7 @@ _H100_LINKS = {
 
 
 def _figures(machine: Machine, constants: Constants, power: float) -> GpuFigures:
-    """Return the figures of a machine's GPU within a training step. power: of its rate, that it reaches."""
+    """Return the figures of a machine's GPU within a training step. power: of its rates, that it reaches."""
     gpu, figures = machine.gpu, figures_of(machine.gpu.figures)
     if figures is None:
         raise CostError(f"{gpu.name}: no figures of a {gpu.figures} are there.")
@@ -247,14 +245,15 @@ def _figures(machine: Machine, constants: Constants, power: float) -> GpuFigures
                 own.memory_share,
             )
         matmul[dtype] = own._replace(
-            efficiency=efficiency * constants.matmul * power, memory_share=share
+            efficiency=efficiency * constants.matmul * power * gpu.matmul, memory_share=share
         )
-    matmul["float32"] = matmul["bfloat16"]
+    own = matmul["bfloat16"]
+    matmul["float32"] = own._replace(efficiency=own.efficiency / gpu.matmul)
     return dataclasses.replace(
         figures,
         peak_flops={
             "bfloat16": gpu.flops,
-            "float32": gpu.flops / _FULL_PRECISION,
+            "float32": gpu.flops / gpu.float32,
             "float8_e4m3fn": gpu.flops * gpu.fp8,
         },
         memory_bytes_per_s=gpu.memory_rate,

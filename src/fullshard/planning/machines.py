@@ -26,6 +26,7 @@ class Gpu:
     """A GPU model.
 
     flops: of bfloat16 matrix products, a second. fp8: how many times as many in 8 bits, 1 where it has none.
+    float32: how many times as many as in float32 at torch's default precision, which is not TF32.
     memory_nbytes: that a program can use. memory_rate, link_rate: bytes a second of its memory, and to the
         other GPUs of a host, one direction. network_rate: of a host's network for each of its GPUs, where nobody says.
     host_rate: to and from the host's memory, one direction. per_host: GPUs between which the link holds.
@@ -41,6 +42,7 @@ class Gpu:
     link_rate: float
     figures: str
     fp8: float = 2.0
+    float32: float = 15.5  # of A100, H100 and H200 alike
     network_rate: float = 50e9
     host_rate: float = 50e9
     per_host: int = 8
@@ -57,9 +59,9 @@ def _gpu(name: str, figures: str, numbers: tuple[float, float, float, float], **
 _AMPERE: dict[str, Any] = {"fp8": 1.0, "network_rate": 12.5e9, "host_rate": 25e9}
 # On Hopper, the fastest kernels are FlashAttention-3 and cuDNN's; on CDNA, AMD's.
 _HOPPER: dict[str, Any] = {"attention": 0.55}
-_BLACKWELL: dict[str, Any] = {"attention": 0.88}
+_BLACKWELL: dict[str, Any] = {"attention": 0.88, "float32": 30.0}
 _RACK: dict[str, Any] = {"per_host": 64, "host_rate": 200e9, **_BLACKWELL}
-_CARD: dict[str, Any] = {"network_rate": 3e9, "host_rate": 25e9}
+_CARD: dict[str, Any] = {"network_rate": 3e9, "host_rate": 25e9, "float32": 2.0}
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -74,18 +76,19 @@ GPUS = {
         _gpu("H100-96GB", "H100", (989, 95, 3000, 450), **_HOPPER),
         _gpu("H200-141GB-SXM", "H200", (989, 139.8, 4800, 450), **_HOPPER),
         _gpu("B200", "B200", (2250, 178.3, 8000, 900), **_BLACKWELL),
+        # Measured in 8 bits alone. In 16 bits it takes no more energy for a product than an H100, so it is as fast.
         _gpu(
             *("B200-power-limited", "B200", (2250, 178.3, 8000, 900)),
-            **_BLACKWELL,
-            matmul=0.45,
+            **_BLACKWELL | {"attention": 0.65, "fp8": 1.475},
+            matmul=0.61,
             is_power_limited=True,
         ),
         _gpu("GB200", "GB200", (2500, 184.3, 8000, 900), **_RACK),
         _gpu("GB300", "GB200", (2500, 277, 8000, 900), **_RACK),
-        _gpu("MI300X", "H100", (1307, 191.5, 5300, 448), matmul=0.57, attention=0.42),
+        _gpu("MI300X", "H100", (1307, 191.5, 5300, 448), matmul=0.57, attention=0.42, float32=8.0),
         # The nominal rate is a half of what the chip can do, so it is nearly reached.
         _gpu("L40-48GB", "L40S", (181, 44.4, 864, 25), matmul=1.7, **_CARD),
-        _gpu("L40S", "L40S", (362, 44.4, 864, 25), **_CARD),
+        _gpu("L40S", "L40S", (362, 44.4, 864, 25), **(_CARD | {"float32": 4.0})),
         _gpu("RTX3090", "L40S", (71, 23.6, 936, 4), matmul=1.7, **(_CARD | {"fp8": 1.0})),
         _gpu("RTX4090", "L40S", (165, 23.6, 1008, 12), matmul=1.7, **_CARD),
     )

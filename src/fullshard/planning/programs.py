@@ -1,15 +1,29 @@
 """Print what a search found as a program: `fully_shard` on a model, the backwards of a step, and how to start it."""
 
+import inspect
 import re
 from collections.abc import Iterator, Sequence
 
 from fullshard.plan.workload import Workload
 from fullshard.planning.choices import WHOLE, Choice, layers_of
+from fullshard.planning.recomputing import selective_contexts
 from fullshard.planning.setup import TrainingSetup
 
 _OFFLOADS = {
     "optimizer": 'PlacementPolicy(optimizer="host")',
     "params": 'PlacementPolicy(parameters="host", optimizer="host")',
+}
+
+_CHECKPOINT_IMPORTS = {
+    "none": [],
+    "full": ["from torch.utils.checkpoint import checkpoint"],
+    "selective": [
+        "from torch.utils.checkpoint import (",
+        "    CheckpointPolicy,",
+        "    checkpoint,",
+        "    create_selective_checkpoint_contexts,",
+        ")",
+    ],
 }
 
 
@@ -31,15 +45,20 @@ def program_of(
         options += f", offload_policy={_OFFLOADS[choice.offload]}"
     num = len(unsharded)
     kept = f"; {num} unit{'s' if num > 1 else ''} whole after forward" if num else ""
+    how = choice.checkpointing
     lines = [
         f"# {choice}{kept}",
+        *(["import functools"] if how != "none" else []),
+        *(["from typing import Any"] if how == "selective" else []),
+        *([""] if how != "none" else []),
         "import torch",
         "from torch.distributed.device_mesh import init_device_mesh",
+        *_CHECKPOINT_IMPORTS[how],
         "",
         f"from fullshard import {', '.join(n for n, is_used in zip(names, used, strict=True) if is_used)}",
     ]
-    if choice.checkpointing != "none":
-        lines.append("from fullshard.planning.recomputing import recompute")
+    if how == "selective":
+        lines += ["", "", *inspect.getsource(selective_contexts).splitlines()]
     lines += [
         *("", ""),
         f'def shard(model, device="{"cpu" if setup.is_home else "cuda"}"):',
@@ -78,7 +97,10 @@ def _sharded(
         return
     yield f"    layers = {_listed(layers)}"
     if choice.checkpointing != "none":
-        yield f'    recompute(layers, "{choice.checkpointing}")'
+        context = ", context_fn=selective_contexts" if choice.checkpointing == "selective" else ""
+        yield "    for layer in layers:"
+        yield f"        run = functools.partial(checkpoint, layer.forward, use_reentrant=False{context})"
+        yield "        layer.forward = run"
     if setup.is_compiled:
         yield "    for layer in layers:"
         yield "        layer.compile()"

@@ -7,11 +7,12 @@ row says so and is not predicted.
 
 import csv
 import dataclasses
+import difflib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,17 +22,16 @@ from fullshard.plan.simulator import StepMemory, follow_memory
 from fullshard.plan.step import OptimizerPlan, StepSettings, plan_step
 from fullshard.plan.unit_plan import Sharding
 from fullshard.plan.ways import NCCL
-from fullshard.plan.workload import Workload
+from fullshard.plan.workload import Run, Workload
 from fullshard.planning.costs import CONTEXT_NBYTES, FITTED, SPREAD, Constants, Costs, Manner
 from fullshard.planning.estimate import Estimate, estimate_step
-from fullshard.planning.machines import GPUS, Machine, MachineError, machine_named
+from fullshard.planning.machines import GPUS, Machine, MachineError, custom_gpu, machine_named
 from fullshard.planning.offloading import offloaded
 from fullshard.planning.pools import pooled_nbytes, sharing_nbytes
 from fullshard.planning.setup import OPTIMIZERS, Optimizer
 from fullshard.planning.shapes import (
     CHUNKED_LOSS,
     COMPILED_LOSS,
-    EAGER,
     FLASH_GPT_LOSS,
     FLASH_LOSS,
     PARALLEL_LOSS,
@@ -139,6 +139,21 @@ class PublishedRun(NamedTuple):
         )
         return estimate.step_s + one * (self.micro_batches - planned) + idle
 
+    def one_by_one(self) -> "PublishedRun":
+        """Return a pipeline that is given one sequence at a time.
+
+        What is sharded stays gathered, and is reduced once, since each would else be moved for each sequence.
+        """
+        micro_batches = self.micro_batches * self.batch.sequences
+        settings = dataclasses.replace(
+            self.settings,
+            num_microbatches=min(micro_batches, 2),
+            reshard_after_forward=False,
+            reduces_each=False,
+        )
+        batch = dataclasses.replace(self.batch, sequences=1)
+        return self._replace(batch=batch, settings=settings, micro_batches=micro_batches)
+
 
 def read_rows(path: Path) -> list[dict[str, str]]:
     """Return the rows of a CSV file. Raises RunsError for a file without the columns of such a table."""
@@ -156,8 +171,19 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         )
     if not rows:
         raise RunsError(f"{path}: has columns and no rows.")
-    # A short line has None for what it lacks, and a long one a list of what it has more.
-    return [{name: row[name] or "" for name in columns} for row in rows]
+    twice = sorted({name for name in columns if columns.count(name) > 1})
+    said = [f"there are several columns {name}: took the last" for name in twice]
+
+    def read(row: dict[Any, Any]) -> dict[str, str]:
+        # A short line has None for what it lacks, and a long one a list of what it has more.
+        more = [each for each in row.get(None, ()) if each]
+        left = [f"there are cells beyond the columns: left out {', '.join(more)}"] if more else []
+        return {name: row[name] or "" for name in columns} | {_SAID: "; ".join(said + left)}
+
+    return [read(row) for row in rows]
+
+
+_SAID = "what was said of a row while it was read"  # a column that no table has
 
 
 class _Row:
@@ -165,14 +191,17 @@ class _Row:
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self._values = values
-        self.assumed: list[str] = []  # columns that were not given, with what was taken
+        # What was not given, or does not go together, with what was taken.
+        self.assumed: list[str] = [said] if (said := values.get(_SAID)) else []
         notes = _NOTE.findall(self.text("notes").lower())
         self.notes: dict[str, str] = dict(notes)
         twice = sorted(key for key in self.notes if [each for each, _ in notes].count(key) > 1)
         self.assumed += [f"{key}= is given twice: took the last" for key in twice]
 
     def text(self, column: str, default: str = "") -> str:
-        return (self._values.get(column) or "").strip() or default
+        text = (self._values.get(column) or "").strip()
+        known = GPUS if column == "gpu" else WORDS.get(column, ())
+        return next((word for word in known if word.lower() == text.lower()), text) or default
 
     def number(self, column: str, default: float | None = None) -> float:
         """Return a number. Raises UnsupportedRowError for text, and for nothing where there is no default."""
@@ -231,11 +260,10 @@ def published_run(values: Mapping[str, str]) -> PublishedRun:
     )
     master = _master(row)
     ranks = num_gpus // divided
-    # FlashAttention takes 16 bits alone. Where nobody says that parameters are, something casts around it.
-    autocasts = is_flat and row.text("attention") == "flash" and not row.text("param_dtype")
+    compute_dtype, autocasts = _computed_in(row)
     settings = dataclasses.replace(
         _settings(row, ranks, master, is_flat=is_flat),
-        num_microbatches=min(row.integer("grad_accum", 1), 2),
+        num_microbatches=min(row.integer("grad_accum", 1, tells=True), 2),
     )
     owners = max(parts.expert, settings.sharding.shard_size)
     parts = dataclasses.replace(parts, expert_owners=owners)
@@ -243,8 +271,9 @@ def published_run(values: Mapping[str, str]) -> PublishedRun:
         sequences=row.integer("micro_batch_per_gpu", 1, tells=True),
         seq=row.integer("seq_len", 4096, tells=True),
         checkpointing=row.text("act_ckpt", "unknown"),
-        kernels=_kernels(row, shape, is_fused=is_fused, autocasts=autocasts),
-        matmul_dtype="float8_e4m3fn" if row.text("fp8") == "yes" else "bfloat16",
+        kernels=_kernels(row, shape, compute_dtype, is_fused=is_fused, autocasts=autocasts),
+        is_fp8=row.text("fp8") == "yes",
+        compute_dtype=compute_dtype,
         param_dtype=master,
         lora_rank=8 if is_lora else 0,
         has_outer_units=row.text("system") in ("fsdp2", "simplefsdp"),
@@ -252,7 +281,8 @@ def published_run(values: Mapping[str, str]) -> PublishedRun:
         has_two_recomputed=is_lora and is_flat and settings.sharding.shard_size > 1,
         writes_scores=row.text("attention") == "eager",
         autocasts=autocasts,
-        keeps_cache=autocasts,  # a model of Transformers returns it unless it is the one that recomputes
+        # A model of Transformers returns it unless it is the one that recomputes; its programs do not name a dtype.
+        keeps_cache=autocasts and not row.text("param_dtype"),
         parts=parts,
     )
     return PublishedRun(
@@ -284,8 +314,21 @@ def _check_words(row: _Row) -> None:
     """Raise UnsupportedRowError for words that no run has."""
     for column, known in WORDS.items():
         if (word := row.text(column)) and word not in known:
-            raise UnsupportedRowError(f"{column} is {word!r}: expected {', '.join(known)}")
+            raise UnsupportedRowError(
+                f"{column} is {word!r}: expected {', '.join(known)}{_meant(word, known)}"
+            )
     system, sharding = row.text("system"), _sharding(row)
+    if not system:
+        row.assumed.append(
+            f"system is not given: took sharding {sharding}, by no engine in particular"
+        )
+    if not row.text("compile"):
+        took = "yes" if system in _COMPILED else "no"
+        row.assumed.append(f"compile is not given: took {took}")
+    if system == "single" and row.integer("num_gpus", 1) > 1:
+        row.assumed.append("system is single, and num_gpus is above 1: took replicas")
+    if sharding == "none" and row.integer("shard_size", 1) > 1:
+        row.assumed.append("nothing is sharded, and shard_size is above 1: took 1")
     if system in _SHARDING_OF and sharding in _SHARDED:
         row.assumed.append(
             f"{system} does not shard parameters, and sharding is {sharding}: took {sharding}"
@@ -295,6 +338,11 @@ def _check_words(row: _Row) -> None:
         if not re.match(f"({'|'.join(known)})(?![a-z])", word):
             row.assumed.append(f"{note}={word} is not known: took {known[0]} of {', '.join(known)}")
             del row.notes[note]
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, known, 1, 0.4)
+    return f". Did you mean {near[0]}?" if near else ""
 
 
 def _check_parts(row: _Row, shape: TransformerShape, parts: Parts, num_gpus: int) -> None:
@@ -328,6 +376,7 @@ def _master(row: _Row) -> torch.dtype:
     stored = row.notes.get("master", "fp32")[:4]
     # Without a shard of the parameters, their copy in float32 is a part of the optimizer's state.
     owns_copy = _sharding(row) in _REPLICATED and _sharding(row) != "none"
+    owns_copy = owns_copy and row.text("param_dtype") != "fp32"
     return torch.float32 if stored == "fp32" and not owns_copy else torch.bfloat16
 
 
@@ -356,7 +405,25 @@ def _held_as(row: _Row) -> str:
     return "device" if kind == "unknown" else kind
 
 
-def _kernels(row: _Row, shape: TransformerShape, *, is_fused: bool, autocasts: bool) -> Kernels:
+def _computed_in(row: _Row) -> tuple[torch.dtype, bool]:
+    """Return the dtype that a row computes in, and whether autocast makes it of parameters in float32.
+
+    FlashAttention and kernels in Triton take 16 bits alone: with parameters in float32 something casts around them, and
+    so it does where nobody says what FSDP1's are.
+    """
+    given, attention = row.text("param_dtype"), row.text("attention")
+    autocasts = row.text("system") == "fsdp1" and attention == "flash" and not given
+    if autocasts:
+        row.assumed.append("param_dtype is not given: took fp32, cast around flash attention")
+    if given == "fp32":
+        casts = row.notes.get("precision", "").startswith("amp")
+        autocasts = casts or attention in ("flash", "triton")
+    return torch.float32 if given == "fp32" and not autocasts else torch.bfloat16, autocasts
+
+
+def _kernels(
+    row: _Row, shape: TransformerShape, dtype: torch.dtype, *, is_fused: bool, autocasts: bool
+) -> Kernels:
     system, attention = row.text("system"), row.text("attention")
     loss = WHOLE_LOSS
     if system == "fsdp2" and "train" in row.notes:
@@ -372,10 +439,13 @@ def _kernels(row: _Row, shape: TransformerShape, *, is_fused: bool, autocasts: b
         usual = RETURNED_LOSS if system == "fsdp1" else WHOLE_LOSS
         flash = FLASH_LOSS if shape.gated_mlp else FLASH_GPT_LOSS
         loss = {"flash": flash, "triton": TRITON_LOSS}.get(attention, usual)
-    kernels = kernels_of(shape, is_compiled=is_fused)
+    kernels = kernels_of(shape, is_compiled=is_fused, dtype=dtype)
     if system == "thunder_fsdp":  # fuses what runs, and keeps what single operators keep
-        kernels = dataclasses.replace(kernels, norm_kept=EAGER.norm_kept, gate_kept=EAGER.gate_kept)
-    return dataclasses.replace(kernels, loss=loss)
+        single = kernels_of(shape, is_compiled=False, dtype=dtype)
+        kernels = dataclasses.replace(
+            kernels, norm_kept=single.norm_kept, gate_kept=single.gate_kept
+        )
+    return dataclasses.replace(kernels, loss=loss.of(dtype))
 
 
 def _shape(row: _Row) -> TransformerShape:
@@ -384,9 +454,16 @@ def _shape(row: _Row) -> TransformerShape:
     moe = {key.strip(): value.strip() for key, value in of_moe}
     moe = {key: value for key, value in moe.items() if (key, value) not in _NO_EXPERTS}
     if "moe" in row.notes and "experts" not in moe:
-        raise UnsupportedRowError("the shape of its layers is not given")
+        raise UnsupportedRowError(
+            "the shape of its layers is not given: moe= needs experts=NUMBER, and takes top_k=, moe_ffn=, shared=, "
+            "dense_layers="
+        )
     if not row.text("hidden"):
-        return _usual_shape(row.number("params_b") * 1e9)
+        usual = _usual_shape(row.number("params_b") * 1e9)
+        row.assumed.append(
+            f"hidden is not given: took {usual.num_layers} layers of {usual.hidden}, as usual for params_b"
+        )
+        return usual
     hidden, heads = row.integer("hidden"), row.integer("num_heads")
     if hidden % heads and "head_dim" not in row.notes:
         raise UnsupportedRowError(
@@ -423,7 +500,12 @@ def _shape(row: _Row) -> TransformerShape:
     params = row.number("params_b", shape.num_params / 1e9) * 1e9
     # Where three matrices make the number of parameters that is given, and two do not, there are three.
     is_gated = abs(gated.num_params / params - 1) < 0.02 < abs(shape.num_params / params - 1)
-    return gated if is_gated else shape
+    shape = gated if is_gated else shape
+    if abs(shape.num_params / params - 1) > 0.1:
+        row.assumed.append(
+            f"params_b is {params / 1e9:g}, and the shape has {shape.num_params / 1e9:.3g}: took the shape"
+        )
+    return shape
 
 
 def _usual_shape(params: float) -> TransformerShape:
@@ -437,6 +519,14 @@ def _usual_shape(params: float) -> TransformerShape:
 
 
 def _machine(row: _Row) -> Machine:
+    if not row.text("gpu") and all(row.text(column) for column in _OF_MACHINE):
+        flops, *rates = (row.number(column) for column in _OF_MACHINE)
+        row.assumed.append("gpu is not given: took its numbers, and as much memory as is needed")
+        memory, link, network = (rate * 1e9 for rate in rates)
+        gpu = custom_gpu(
+            flops=flops * 1e12, memory_nbytes=math.inf, memory_rate=memory, link_rate=link
+        )
+        return Machine(gpu, row.integer("gpus_per_node", gpu.per_host), link, network)
     try:
         machine = machine_named(
             row.text("gpu"),
@@ -445,8 +535,11 @@ def _machine(row: _Row) -> Machine:
         )
     except MachineError as error:
         raise UnsupportedRowError(
-            f"gpu is {row.text('gpu')!r}: expected {', '.join(GPUS)}"
+            f"gpu is {row.text('gpu')!r}: expected {', '.join(GPUS)}, or none, and all of "
+            f"{', '.join(_OF_MACHINE)}{_meant(row.text('gpu').upper(), GPUS)}"
         ) from error
+    if machine.gpu.fp8 == 1 and row.text("fp8") == "yes":
+        row.assumed.append(f"{machine.gpu.name} has no products of 8 bits: took bf16")
     gpu = dataclasses.replace(
         machine.gpu,
         flops=row.number("peak_bf16_tflops", machine.gpu.flops / 1e12) * 1e12,
@@ -462,7 +555,7 @@ def _settings(row: _Row, ranks: int, master: torch.dtype, *, is_flat: bool) -> S
     sharding, usual = _sharding(row), ranks
     if "hybrid" in sharding:  # inside of a host
         usual = math.gcd(ranks, max(1, row.integer("gpus_per_node", 8) // row.integer("tp", 1)))
-    shard_size = row.integer("shard_size", 1 if sharding == "none" else usual)
+    shard_size = 1 if sharding == "none" else row.integer("shard_size", usual)
     if shard_size > ranks or ranks % shard_size:
         raise UnsupportedRowError(
             f"shard_size is {shard_size}, and there are {ranks} ranks to shard over"
@@ -470,12 +563,13 @@ def _settings(row: _Row, ranks: int, master: torch.dtype, *, is_flat: bool) -> S
     owners = 1
     if sharding not in _SHARDED:
         shard_size, owners = 1, shard_size
-    reduce_dtype = torch.float32 if row.text("reduce_dtype") == "fp32" else torch.bfloat16
+    is_wide = row.text("reduce_dtype", row.text("param_dtype")) == "fp32"
+    reduce_dtype = torch.float32 if is_wide else torch.bfloat16
     num_states = _optimizer(row).num_states
     state_nbytes = 1 if "8bit" in row.notes.get("opt", "") else master.itemsize
     state, temporary = num_states * state_nbytes, master.itemsize
     if sharding not in (*_SHARDED, "none"):  # float32, as the gradient of what a rank steps
-        state, temporary = 4 + 4 * num_states, 4
+        state, temporary = 4 * num_states + (4 if master.itemsize == 2 else 0), 4
     return StepSettings(
         sharding=Sharding(
             shard_size=shard_size,
@@ -510,6 +604,7 @@ class Prediction:
 
 
 _GIB, _LARGEST_HOST = 1 << 30, 8
+_OF_MACHINE = ("peak_bf16_tflops", "hbm_gbps", "intra_node_gbps", "inter_node_gbps")
 
 
 def predict_row(values: Mapping[str, str], constants: Constants = FITTED) -> Prediction:
@@ -547,6 +642,7 @@ def _without_logits(
         if tried.fits:
             found = dataclasses.replace(found, peak_nbytes=tried.peak_nbytes)
             reason = (*reason, "does not fit with all logits at once: the peak is that without")
+    reason = (*reason, found.reason) if found.reason else reason
     return dataclasses.replace(found, reason="; ".join(reason))
 
 
@@ -559,9 +655,31 @@ def estimate_run(run: PublishedRun, constants: Constants = FITTED) -> tuple[Work
 
 
 def _predict(run: PublishedRun, constants: Constants) -> Prediction:
+    """Predict a run, as far as memory goes with the micro-batches of its pipeline, which no row tells.
+
+    Those that shard parameters make as few as the pipeline has parts, so all of the batch is there at once, unless it
+    does not fit. Else, and where others have whole parameters, each is a sequence.
+    """
+    found = _predict_whole(run, constants)
+    if run.batch.parts.pipeline == 1 or (found.fits and run.settings.sharding.shard_size > 1):
+        return found
+    tried = _predict_whole(run.one_by_one(), constants)
+    return dataclasses.replace(
+        tried,
+        step_s=found.step_s,
+        tokens_per_s=found.tokens_per_s,
+        reason=_ONE_BY_ONE if run.batch.sequences > 1 else "",
+    )
+
+
+_ONE_BY_ONE = "the pipeline's micro-batches are not given: took one sequence in each"
+
+
+def _predict_whole(run: PublishedRun, constants: Constants) -> Prediction:
     workload, estimate = estimate_run(run, constants)
     step_s = run.step_seconds(estimate)
     more = _of_other_engines(run, estimate.memory) + _gathered_nbytes(run, workload)
+    more += _waiting_nbytes(run, workload)
     memory = _allocated(run, workload, estimate)
     peak = tensors = memory.peak_nbytes + more
     if run.held_as != "allocated":
@@ -621,8 +739,9 @@ def _of_other_engines(run: PublishedRun, memory: StepMemory) -> float:
     if run.system != "zero3":
         return 0.0
     num_params = run.shape.num_params / (run.batch.parts.tensor * run.batch.parts.pipeline)
-    gathered = max(0.0, 2 * min(num_params, 1e9) - memory.at_peak_of(Holding.UNSHARDED))
-    more = 2 * 5e8 + gathered
+    size = run.batch.gathered_dtype.itemsize
+    gathered = max(0.0, size * min(num_params, 1e9) - memory.at_peak_of(Holding.UNSHARDED))
+    more = size * 5e8 + gathered
     if not run.batch.lora_rank and run.offload == "none":
         more += 4 * num_params / run.settings.sharding.shard_size - memory.peak_nbytes
         more += sharing_nbytes(memory, Holding.GRADIENT_SHARDS, 0.0)
@@ -644,10 +763,21 @@ def _pooled_nbytes(run: PublishedRun, memory: StepMemory) -> float:
 
 def _gathered_nbytes(run: PublishedRun, workload: Workload) -> float:
     """Return the bytes of the two buffers from which FSDP2 copies parameters: a layer's, after the largest unit's."""
-    if run.system != "fsdp2" or run.settings.sharding.shard_size == 1:
+    stays = run.settings.reshard_after_forward is False  # so none is there at the peak
+    if run.system != "fsdp2" or run.settings.sharding.shard_size == 1 or stays:
         return 0.0
     sizes = [sum(s.numel * s.compute_dtype.itemsize for s in u.params) for u in workload.units]
     return max(sizes) + sizes[1]
+
+
+def _waiting_nbytes(run: PublishedRun, workload: Workload) -> float:
+    """Return what layers of a pipeline's first part keep of the micro-batches that wait for their backward.
+
+    It has begun as many as there are parts when the first comes back, by the usual schedule (1F1B, arXiv 2104.04473).
+    """
+    num_waiting = min(run.batch.parts.pipeline, run.micro_batches) - 1
+    *runs, _head = (workload.stretches[e.stretch] for e in workload.events if isinstance(e, Run))
+    return num_waiting * sum(each.saved_nbytes for each in runs)
 
 
 COLUMNS = (

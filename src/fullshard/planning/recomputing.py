@@ -1,4 +1,4 @@
-"""Activation checkpointing, as plans assume it and as programs that a search prints apply it."""
+"""Activation checkpointing, as plans assume it and as programs that a search prints have it, in the text of these."""
 
 import functools
 from collections.abc import Iterable
@@ -13,8 +13,6 @@ from torch.utils.checkpoint import (
 
 from fullshard.planning.setup import CHECKPOINTING, SetupError
 
-_PRODUCTS = frozenset(("mm", "addmm", "bmm"))
-
 
 def recompute(layers: Iterable[nn.Module], checkpointing: str) -> None:
     """Let layers compute again in backward what they did not keep. Before they are sharded.
@@ -24,13 +22,15 @@ def recompute(layers: Iterable[nn.Module], checkpointing: str) -> None:
     """
     if checkpointing not in CHECKPOINTING:
         raise SetupError(f"checkpointing {checkpointing!r}: expected {', '.join(CHECKPOINTING)}.")
-    more: dict[str, Any] = {"context_fn": _selective} if checkpointing == "selective" else {}
+    more: dict[str, Any] = (
+        {"context_fn": selective_contexts} if checkpointing == "selective" else {}
+    )
     for layer in layers if checkpointing != "none" else ():
         run = functools.partial(checkpoint, layer.forward, use_reentrant=False, **more)
         vars(layer)["forward"] = run
 
 
-def _selective() -> Any:
+def selective_contexts() -> Any:
     """Return contexts of a checkpoint that keeps outputs of attention and of every second matrix product."""
     seen = {False: 0, True: 0}  # products, in the forward and when it is run again
 
@@ -38,7 +38,7 @@ def _selective() -> Any:
         name = operator.overloadpacket.__name__
         if "attention" in name:
             return CheckpointPolicy.MUST_SAVE
-        if name not in _PRODUCTS:
+        if name not in ("mm", "addmm", "bmm"):
             return CheckpointPolicy.PREFER_RECOMPUTE
         seen[context.is_recompute] += 1
         is_kept = seen[context.is_recompute] % 2 == 1

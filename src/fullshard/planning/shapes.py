@@ -9,7 +9,7 @@ What a layer moves and keeps depends on how it is written, so that is a value: `
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -168,6 +168,14 @@ class Loss(NamedTuple):
     kept: float
     peak: float
 
+    def of(self, dtype: torch.dtype) -> "Loss":
+        """Return the same of logits in a dtype: in float32, what is kept in 16 bits takes twice as much."""
+        is_wide = dtype == torch.float32 and self.kept < _FLOAT_NBYTES
+        return Loss(2 * self.kept, 2 * self.peak) if is_wide else self
+
+
+_FLOAT_NBYTES = 4
+
 
 # By single operators: the log-softmax in float32; in backward its gradient and that of its input.
 WHOLE_LOSS = Loss(4.0, 12.0)
@@ -249,11 +257,32 @@ FUSED_GELU = dataclasses.replace(
 )
 
 
-def kernels_of(shape: TransformerShape, *, is_compiled: bool) -> Kernels:
-    """Return how the layers of a shape are usually written."""
-    if is_compiled:
-        return FUSED if shape.gated_mlp else FUSED_GELU
-    return EAGER if shape.gated_mlp else EAGER_GELU
+# Single operators in float32: norms, rotary positions and the loss are so anyway, and nothing is cast.
+EAGER_FLOAT = dataclasses.replace(
+    EAGER,
+    norm_kept=8.0,
+    residual_moved=12.0,
+    rotary_moved=16.0,
+    gate_moved=20.0,
+    gate_kept=12.0,
+    loss_moved=32.0,
+)
+
+
+def kernels_of(
+    shape: TransformerShape, *, is_compiled: bool, dtype: torch.dtype = torch.bfloat16
+) -> Kernels:
+    """Return how the layers of a shape are usually written. dtype: that they compute in, of 16 bits or float32."""
+    if not is_compiled and shape.gated_mlp:
+        return EAGER_FLOAT if dtype == torch.float32 else EAGER
+    fused = FUSED if shape.gated_mlp else FUSED_GELU
+    kernels = fused if is_compiled else EAGER_GELU
+    if dtype != torch.float32:
+        return kernels
+    kinds = ("norm", "residual", "rotary", "gate")
+    names = [*(f"{kind}_moved" for kind in kinds), "norm_kept", "gate_kept"]
+    wide: dict[str, Any] = {name: 2 * getattr(kernels, name) for name in names}
+    return dataclasses.replace(kernels, **wide)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -277,8 +306,8 @@ class MicroBatch:
     """What a rank computes in one forward and backward, and how.
 
     sequences: in it. checkpointing: "none", "selective" (every second matrix product and attention are kept) or
-    "full" (a layer keeps its input alone). matmul_dtype: of the linear layers in blocks, if not bfloat16.
-    param_dtype: of the stored parameters. lora_rank: of adapters on attention's projections; 0 trains all
+    "full" (a layer keeps its input alone). is_fp8: products of linear layers in blocks are of 8 bits. compute_dtype:
+    of everything else. param_dtype: of the stored parameters. lora_rank: of adapters on attention's projections; 0 trains all
     weights. has_mask: attention computes half of its square. has_outer_units: embedding and head are units, and not
     the root's, unless they share a matrix. has_two_recomputed: while a layer's backward runs, the one before is
     computed again. writes_scores: attention is single operators, which write what they have of each pair of tokens.
@@ -290,7 +319,8 @@ class MicroBatch:
     seq: int
     checkpointing: str = "none"
     kernels: Kernels = EAGER
-    matmul_dtype: str = "bfloat16"
+    is_fp8: bool = False
+    compute_dtype: torch.dtype = torch.bfloat16
     param_dtype: torch.dtype = torch.float32
     lora_rank: int = 0
     has_mask: bool = True
@@ -307,9 +337,14 @@ class MicroBatch:
         return self.sequences * self.seq / self.parts.context
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of an element that one layer passes to the next."""
-        return 4 if self.autocasts else 2
+    def gathered_dtype(self) -> torch.dtype:
+        """Of the unsharded parameters, and of what one layer passes to the next."""
+        return torch.float32 if self.autocasts else self.compute_dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element of what is computed."""
+        return self.compute_dtype.itemsize
 
 
 def shape_workload(shape: TransformerShape, batch: MicroBatch) -> Workload:
@@ -370,14 +405,14 @@ def _held_experts(shape: TransformerShape, batch: MicroBatch, num_layers: int) -
     numel = sum(m.rows * m.columns * m.num for m in _matrices(shape, layer) if m.num > 1)
     itemsize = batch.param_dtype.itemsize if not batch.lora_rank else 0.5
     is_whole = batch.parts.expert_owners > batch.parts.expert
-    gathered = 2 * 2 * numel / batch.parts.expert if is_whole else 0
+    gathered = 2 * batch.size * numel / batch.parts.expert if is_whole else 0
     return round(num_layers * numel / batch.parts.expert_owners * 4 * itemsize + gathered)
 
 
 def _param(name: str, rows: int, columns: int, batch: MicroBatch, *, trains: bool) -> ParamSpec:
-    dtype = batch.param_dtype if trains or batch.autocasts else torch.bfloat16
-    computes_in = torch.float32 if batch.autocasts else torch.bfloat16
-    return ParamSpec(name, (max(1, rows), columns), dtype, computes_in, 0, trains)
+    gathered = batch.gathered_dtype
+    dtype = batch.param_dtype if trains or batch.autocasts else gathered
+    return ParamSpec(name, (max(1, rows), columns), dtype, gathered, 0, trains)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -415,11 +450,27 @@ def _memory(nbytes: float, name: str, count: int = 1) -> Work:
     return Work(WorkKind.MEMORY, 0.0, nbytes / count, count=count, name=name)
 
 
-def _product(m: float, n: float, k: float, *, dtype: str, name: str, count: int = 1) -> Work:
+def _product(
+    m: float,
+    n: float,
+    k: float,
+    *,
+    batch: MicroBatch,
+    name: str,
+    count: int = 1,
+    may_round: bool = False,
+) -> Work:
+    """Return (m, k) times (k, n). may_round: in 8 bits where the batch is."""
     m, n, k = (max(1, round(each)) for each in (m, n, k))
-    size = 1 if dtype.startswith("float8") else 2
-    nbytes = size * (m * k + k * n) + 2 * m * n
+    rounds = may_round and batch.is_fp8
+    dtype = "float8_e4m3fn" if rounds else _name(batch)
+    nbytes = (1 if rounds else batch.size) * (m * k + k * n) + batch.size * m * n
     return Work(WorkKind.MATMUL, 2.0 * m * n * k * count, nbytes * count, (m, n, k), dtype, 1, name)
+
+
+def _name(batch: MicroBatch) -> str:
+    """Return the name of the dtype that a batch is computed in, as a `Work` has it."""
+    return str(batch.compute_dtype).removeprefix("torch.")
 
 
 class _Product(NamedTuple):
@@ -448,17 +499,17 @@ def _block(shape: TransformerShape, batch: MicroBatch, layer: int) -> Stretch:
     """Return what one layer computes and keeps; see `MicroBatch` for what recomputation leaves."""
     tokens, tensor = batch.tokens, batch.parts.tensor
     products = _products(shape, batch, layer)
-    dtype, trains = batch.matmul_dtype, not batch.lora_rank
+    trains = not batch.lora_rank
     multiply = [
-        _product(p.tokens, p.rows, p.columns, dtype=dtype, name=p.name, count=p.num)
+        _product(p.tokens, p.rows, p.columns, batch=batch, name=p.name, count=p.num, may_round=True)
         for p in products
     ]
     into_inputs = [
-        _product(p.tokens, p.columns, p.rows, dtype=dtype, name=p.name, count=p.num)
+        _product(p.tokens, p.columns, p.rows, batch=batch, name=p.name, count=p.num, may_round=True)
         for p in products
     ]
     into_weights = [
-        _product(p.rows, p.columns, p.tokens, dtype=dtype, name=p.name, count=p.num)
+        _product(p.rows, p.columns, p.tokens, batch=batch, name=p.name, count=p.num, may_round=True)
         for p in products
         if trains
     ]
@@ -467,7 +518,7 @@ def _block(shape: TransformerShape, batch: MicroBatch, layer: int) -> Stretch:
     moved, kept = _elementwise(shape, batch, layer)
     moved_back = [each._replace(count=2 * each.count) for each in moved]
     exchanged = _exchanges(shape, batch, layer)
-    hidden_nbytes = batch.itemsize * tokens * shape.hidden / tensor
+    hidden_nbytes = batch.gathered_dtype.itemsize * tokens * shape.hidden / tensor
     forward = (*multiply, *adapters, attention, *moved, *exchanged)
     backward = (
         *exchanged,
@@ -486,14 +537,14 @@ def _block(shape: TransformerShape, batch: MicroBatch, layer: int) -> Stretch:
         kept_products = [
             p for p in products[::2] if batch.kernels.keeps_unread or p != products[-1]
         ]
-        saved = hidden_nbytes + 2 * sum(p.tokens * p.rows * p.num for p in kept_products)
+        saved = hidden_nbytes + batch.size * sum(p.tokens * p.rows * p.num for p in kept_products)
         saved += 2 * hidden_nbytes if tensor > 1 else 0  # what reduce-scatters return
         saved += _attention_kept(shape, batch)
         if batch.parts.expert > 1 and shape.experts is not None:
             saved += 2 * hidden_nbytes * shape.experts.top_k  # tokens that came, and came back
         brought_back = max(0.0, kept - saved)
     if batch.keeps_cache:
-        saved += 2 * 2 * tokens * shape.num_kv_heads * shape.head_dim / tensor
+        saved += 2 * batch.size * tokens * shape.num_kv_heads * shape.head_dim / tensor
     beside = brought_back if batch.has_two_recomputed else 0.0
     gradients = sum(
         s.numel * s.compute_dtype.itemsize
@@ -501,7 +552,7 @@ def _block(shape: TransformerShape, batch: MicroBatch, layer: int) -> Stretch:
         if s.trainable
     )
     if tensor > 1:  # the inputs of products, whole again
-        brought_back += 4 * tokens * shape.hidden
+        brought_back += 2 * batch.size * tokens * shape.hidden
     return Stretch(
         forward=forward,
         backward=backward,
@@ -522,17 +573,17 @@ def _adapter_work(
 ) -> tuple[list[Work], list[Work]]:
     """Return the kernels of adapters in forward and backward: two thin products and an addition each."""
     forward, backward = [], []
-    rank, tokens = batch.lora_rank, batch.tokens
+    rank, tokens, moved = batch.lora_rank, batch.tokens, 4 * batch.size
     for m in _adapted(shape, layer) if rank else ():
-        down = _product(tokens, rank, m.columns, dtype="bfloat16", name="adapter")
-        up = _product(tokens, m.rows, rank, dtype="bfloat16", name="adapter")
-        forward += [down, up, _memory(tokens * (8 * m.columns + 8 * m.rows), "adapter", 4)]
+        down = _product(tokens, rank, m.columns, batch=batch, name="adapter")
+        up = _product(tokens, m.rows, rank, batch=batch, name="adapter")
+        forward += [down, up, _memory(tokens * moved * (m.columns + m.rows), "adapter", 4)]
         backward += [
             down,
             up,
             down,
             up,
-            _memory(tokens * (8 * m.columns + 8 * m.rows), "adapter", 6),
+            _memory(tokens * moved * (m.columns + m.rows), "adapter", 6),
         ]
     return forward, backward
 
@@ -544,11 +595,11 @@ def _exchanges(shape: TransformerShape, batch: MicroBatch, layer: int) -> tuple[
     Context parallel ranks pass keys and values round. Expert parallel ones send tokens there and back.
     """
     parts, found = batch.parts, []
-    hidden_nbytes = 2 * batch.tokens * shape.hidden
+    hidden_nbytes = batch.size * batch.tokens * shape.hidden
     if parts.tensor > 1:
         found.append(_exchange(hidden_nbytes, parts.tensor, 1, 4))
     if parts.context > 1:
-        keys = 2 * 2 * batch.sequences * batch.seq * shape.num_kv_heads * shape.head_dim
+        keys = 2 * batch.size * batch.sequences * batch.seq * shape.num_kv_heads * shape.head_dim
         found.append(_exchange(keys / parts.tensor, parts.context, parts.tensor, 1))
     experts = shape.experts
     if parts.expert > 1 and experts is not None and layer >= experts.num_dense_layers:
@@ -565,19 +616,19 @@ def _attention(shape: TransformerShape, batch: MicroBatch) -> Work:
     key_dims = dims + (_ROTARY if shape.kv_lora_rank else 0)
     tokens = batch.tokens  # queries of this rank; keys are those of all of the sequence
     flops = 2.0 * tokens * batch.seq * heads * (dims + key_dims) * (0.5 if batch.has_mask else 1.0)
-    nbytes = 2 * tokens * 4 * heads * dims
+    nbytes = batch.size * tokens * 4 * heads * dims
     size = (round(batch.sequences * heads), batch.seq, dims)
-    return Work(WorkKind.ATTENTION, flops, nbytes, size, "bfloat16", 1, "attention")
+    return Work(WorkKind.ATTENTION, flops, nbytes, size, _name(batch), 1, "attention")
 
 
-# Bytes of a pair of tokens and head, in 16 bits and without dropout. Moved by a forward: written by the product, read and
+# Elements of a pair of tokens and head, without dropout. Moved by a forward: written by the product, read and
 # written by the softmax, read by the other product. Kept: what the softmax made.
-_SCORE_MOVED, _SCORE_KEPT = 8.0, 2.0
+_SCORES_MOVED, _SCORES_KEPT = 4, 1
 
 
 def _attention_kept(shape: TransformerShape, batch: MicroBatch) -> float:
     heads = shape.num_heads / batch.parts.tensor
-    return batch.tokens * heads * (2 * shape.head_dim + 4)
+    return batch.tokens * heads * (batch.size * shape.head_dim + 4)
 
 
 def _elementwise(
@@ -593,31 +644,34 @@ def _elementwise(
     nbytes = hidden * 2 * (kernels.norm_moved + kernels.residual_moved)
     nbytes += heads * kernels.rotary_moved + inner * kernels.gate_moved
     moved = [_memory(nbytes, "elementwise", kernels.num_launched)]
-    kept = hidden * 2 * (kernels.norm_kept + 2) + 2 * heads + _attention_kept(shape, batch)
-    kept += inner * (kernels.gate_kept + 2)
+    kept = hidden * 2 * (kernels.norm_kept + batch.size) + batch.size * heads
+    kept += inner * (kernels.gate_kept + batch.size) + _attention_kept(shape, batch)
     if batch.writes_scores:
-        scores = tokens * batch.seq * shape.num_heads / tensor
-        moved.append(_memory(_SCORE_MOVED * scores, "scores", 3))
-        kept += _SCORE_KEPT * scores
+        scores = batch.size * tokens * batch.seq * shape.num_heads / tensor
+        moved.append(_memory(_SCORES_MOVED * scores, "scores", 3))
+        kept += _SCORES_KEPT * scores
     if batch.autocasts:  # each product casts its input and its weights, and keeps them
         kept += 2 * tokens * shape.hidden * (0 if batch.lora_rank else 3)
         kept += 2 * _numel(_matrices(shape, layer)) / tensor
     if batch.lora_rank:  # the inputs of adapters, dropped out, and where
-        kept += 3 * sum(tokens * m.columns / tensor for m in _adapted(shape, layer))
+        kept += (batch.size + 1) * sum(tokens * m.columns / tensor for m in _adapted(shape, layer))
     if shape.experts is not None and layer >= shape.experts.num_dense_layers:
-        visited = hidden * shape.experts.top_k
+        visited = batch.size * hidden * shape.experts.top_k
         # Sorted by expert, sent there, sent back, added up.
-        moved.append(Work(WorkKind.ROWS, 0.0, visited * 24, name="sorting"))
+        moved.append(Work(WorkKind.ROWS, 0.0, visited * 12, name="sorting"))
         # Each of them, and as they are sorted and weighed on both sides.
-        kept += visited * (16 if batch.parts.expert > 1 else 4)
-        kept -= 2 * (inner + visited) if batch.lora_rank else 0  # frozen experts need no inputs
+        kept += visited * (8 if batch.parts.expert > 1 else 2)
+        kept -= (
+            batch.size * inner + visited if batch.lora_rank else 0
+        )  # frozen experts need no inputs
     return moved, kept
 
 
 def _embedding(shape: TransformerShape, batch: MicroBatch) -> Stretch:
-    nbytes = batch.itemsize * batch.tokens * shape.hidden / batch.parts.tensor
+    size = batch.gathered_dtype.itemsize
+    nbytes = size * batch.tokens * shape.hidden / batch.parts.tensor
     trains = not batch.lora_rank and not shape.tied_embeddings and batch.parts.pipeline == 1
-    gradient = 2 * shape.vocab * shape.hidden // batch.parts.tensor if trains else 0
+    gradient = size * shape.vocab * shape.hidden // batch.parts.tensor if trains else 0
     return Stretch(
         forward=(_memory(2 * nbytes, "embedding"),),
         backward=(_memory(2 * nbytes + 2 * gradient, "embedding"),) if not batch.lora_rank else (),
@@ -636,16 +690,17 @@ def _head(shape: TransformerShape, batch: MicroBatch) -> Stretch:
     logits = tokens * shape.vocab / tensor
     vocab, inputs = shape.vocab / tensor, tokens * hidden / batch.parts.tensor
     trains = not batch.lora_rank
-    gradient = round(2 * vocab * hidden) if trains else 0
+    size, gathered = batch.size, batch.gathered_dtype.itemsize
+    gradient = round(gathered * vocab * hidden) if trains else 0
     norm = _memory(tokens * hidden / batch.parts.tensor * kernels.norm_moved, "norm")
-    multiply = _product(tokens, vocab, hidden, dtype="bfloat16", name="head")
+    multiply = _product(tokens, vocab, hidden, batch=batch, name="head")
     backward = [
         _memory(logits * kernels.loss_moved * 0.6, "loss", 4),
-        _product(tokens, hidden, vocab, dtype="bfloat16", name="head"),
+        _product(tokens, hidden, vocab, batch=batch, name="head"),
         norm._replace(nbytes=2 * norm.nbytes),
     ]
     if trains:
-        backward.append(_product(vocab, hidden, tokens, dtype="bfloat16", name="head"))
+        backward.append(_product(vocab, hidden, tokens, batch=batch, name="head"))
     loss = kernels.loss
     kept = round(logits * loss.kept)
     if batch.autocasts:  # the product's input and weights, as in layers
@@ -654,12 +709,12 @@ def _head(shape: TransformerShape, batch: MicroBatch) -> Stretch:
         forward=(norm, multiply, _memory(logits * kernels.loss_moved * 0.4, "loss", 4)),
         backward=tuple(backward),
         saved_nbytes=kept,
-        freed_nbytes=kept - round(batch.itemsize * inputs),
-        forward_peak_nbytes=round(logits * max(loss.kept, loss.peak - 2) + 4 * inputs),
-        # The gradient of the weights comes when of the logits theirs alone is left, in 16 bits.
+        freed_nbytes=kept - round(gathered * inputs),
+        forward_peak_nbytes=round(logits * max(loss.kept, loss.peak - size) + 2 * size * inputs),
+        # The gradient of the weights comes when of the logits theirs alone is left, as it is computed.
         backward_peak_nbytes=max(
             round(logits * (loss.peak - loss.kept)),
-            round(logits * (2 - loss.kept)) + gradient,
+            round(logits * (size - loss.kept)) + gradient,
             gradient,
         ),
         gradient_nbytes=gradient,

@@ -198,12 +198,14 @@ class Subject:
         return model, Example(args, kwargs), TraceOptions(setup.precision, loss=self._loss)
 
     def _counted(self, shape: TransformerShape, setup: TrainingSetup) -> Workload:
-        if (setup.precision.param_dtype or setup.stored or torch.float32).itemsize != 2:
-            raise SetupError(
-                "a shape is planned as computed in 16 bits. For float32, give the model itself."
-            )
-        kernels = kernels_of(shape, is_compiled=setup.is_compiled)
-        batch = MicroBatch(setup.batch, setup.seq, setup.checkpointing, kernels)
+        dtype = setup.precision.param_dtype or setup.stored or torch.float32
+        if dtype.itemsize not in (2, 4):
+            raise SetupError("a shape is planned as computed in 16 bits or in float32.")
+        dtype = torch.bfloat16 if dtype.itemsize == 2 else torch.float32
+        kernels = kernels_of(shape, is_compiled=setup.is_compiled, dtype=dtype)
+        batch = MicroBatch(
+            setup.batch, setup.seq, setup.checkpointing, kernels, compute_dtype=dtype
+        )
         return shape_workload(shape, batch)
 
     def _traced(self, setup: TrainingSetup) -> Workload:
@@ -334,7 +336,11 @@ def _fused(workload: Workload) -> Workload:
 
 @contextlib.contextmanager
 def checkpointed(model: nn.Module, units: Units | None, how: str) -> Iterator[None]:
-    """Let units but the root recompute their forward in backward, as a wrapper for activation checkpointing does."""
+    """Let units but the root recompute their forward in backward, as a wrapper for activation checkpointing does.
+
+    Models of Transformers make no cache of keys and values meanwhile, as their own checkpointing sees to: a layer that
+    ran twice would add its own twice.
+    """
     named = dict(model.named_modules())
     chosen = default_units(model) if units is None else modules_of(units)
     modules = [named[path] for path in chosen if path in named and path] if how != "none" else []
@@ -343,6 +349,11 @@ def checkpointed(model: nn.Module, units: Units | None, how: str) -> Iterator[No
             f"checkpointing {how}: {type(model).__name__} has no units but the root, and recomputing all of it "
             "saves nothing. Name units."
         )
-    with restored(model):
+    configs = {id(each): each for m in model.modules() if (each := getattr(m, "config", None))}
+    with restored(model), contextlib.ExitStack() as stack:
+        for config in configs.values() if modules else ():
+            if getattr(config, "use_cache", None) is True:
+                stack.callback(setattr, config, "use_cache", True)
+                config.use_cache = False
         recompute(modules, how)
         yield
