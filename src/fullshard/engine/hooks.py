@@ -30,8 +30,7 @@ Special cases:
   hook on the node that made the input (`nodes.follow_input`).
 - An output that is a view has a second 4, on the tensor that it is a view of.
 - What forward leaves elsewhere than in its outputs has a 4, too (`nodes.tensors_left`). Autograd runs what was recorded
-  last first: it comes to what is younger than the outputs before it comes to these, and never to outputs that nothing
-  uses, as the last unit's may be.
+  last first: it comes to what is younger than the outputs before it comes to these, and never to outputs that nothing uses.
 - After an exception, the next forward or backward resets what was left. Gradients that earlier
   micro-batches accumulated are kept if the exception came in forward.
 - A module that uses a parameter which a unit of another root owns has 1 and 3 of that unit around its own, see
@@ -438,11 +437,8 @@ class Hooks:
             if state.to_run and not is_root:
                 return cast_outputs(policy, output)  # others of the group are still to come
             state.to_run.clear()  # part of a group may be called alone, for the loss
-        last = iteration.last_ended  # of the units inside
         output = self._complete_forward(iteration, (*args, *kwargs.values()), output)
         if is_root:
-            if last and torch.is_grad_enabled() and not are_transforms_active():
-                self._mark_left(last[0])
             # Before `end_forward`, whose fence lets peers write to what these still read.
             for other in state.everyone:
                 # Part of its group did not run, or an exception that the program caught ended it.
@@ -471,7 +467,7 @@ class Hooks:
             else:
                 outputs = differentiable_tensors(output)
             if may_follow := not are_transforms_active():
-                outputs += tensors_left(inputs, state.modules, outputs, since=self._begun)
+                outputs += tensors_left(inputs, state.attributes(), outputs, since=self._begun)
         units = state.units
         if may_follow:
             for unit in units:
@@ -488,14 +484,6 @@ class Hooks:
                 watch_output(self, tensor)
             return output
         return self._mark_outputs(output)
-
-    def _mark_left(self, unit: Unit) -> None:
-        """Mark what the last unit that ran has left in attributes, since its outputs may not be used."""
-        state = unit.owner()
-        if state is not None and state is not self.state:
-            hooks = state.hooks()
-            for tensor in tensors_left((), state.modules, (), since=hooks._begun):
-                watch_output(hooks, tensor)
 
     def _mark_outputs(self, output: Any) -> Any:
         """Let the gradient of each differentiable output call `before_backward`."""

@@ -135,7 +135,6 @@ class Iteration:
         self._was_captured = False  # the last backward
         self._prefetch_after: dict[int, Unit] = {}  # gather it after backward of a unit, by id
         self._stayed = StayedUnits()
-        self.last_ended: Sequence[Unit] = ()  # of the module whose forward has ended last
         self.observer: Observer | None = None
         self._watch = WriteWatch(self.units)
         self._places = ModelWatch([unit.watch for unit in self.units])
@@ -457,7 +456,6 @@ class Iteration:
         """
         if self.backward.end() is not None:
             return  # a recomputation, whose parameters are needed in the backward that follows
-        self.last_ended = units
         if self.observer is not None:
             self.observer.leave(Kind.FORWARD, units)
         if self._watch.is_watching:

@@ -94,6 +94,7 @@ class ModuleState:
         self._num_registrations = (
             registrations.value
         )  # in the process, when strays were last looked for
+        self._programs_modules: tuple[int, list[weakref.ref[nn.Module]]] = -1, []
         self._strays: set[str] = set()  # names of those found then
         first_use()
 
@@ -302,6 +303,17 @@ class ModuleState:
     def own_modules(self) -> list[nn.Module]:
         """Return the modules, and those below them that have no state of their own."""
         return covered_modules(self.modules, lambda each: each not in self.ignored)
+
+    def attributes(self) -> list[dict[str, Any]]:
+        """Return the attributes of its own modules, in which a forward may leave what it computes: not torch's."""
+        seen, own = self._programs_modules
+        if seen != registrations.value:
+            modules = self.own_modules()
+            own = [
+                weakref.ref(m) for m in modules if not type(m).__module__.startswith("torch.nn.")
+            ]
+            self._programs_modules = registrations.value, own
+        return [vars(each) for reference in own if (each := reference()) is not None]
 
     def look_for_strays(self) -> None:
         """Warn of parameters that were added since the modules were sharded."""

@@ -8,7 +8,7 @@ belong to one level alone. Outside of transforms, `hooks` uses tensor hooks on t
 import collections
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -251,16 +251,16 @@ def watch_output(hooks: ModuleHooks, tensor: torch.Tensor) -> None:
 
 def tensors_left(
     inputs: Sequence[Any],
-    modules: Iterable[torch.nn.Module],
+    attributes: Sequence[dict[str, Any]],
     outputs: Sequence[torch.Tensor],
     *,
     since: int,
 ) -> list[torch.Tensor]:
     """Return what a forward that has just ended computed and left elsewhere than in its outputs, where others can see it.
 
-    Looked at: containers and objects among the inputs; and, if autograd has recorded something since the outputs, the
-    attributes of modules. Two containers deep, of up to 1000 elements each. outputs: those that require a gradient. since:
-    the number of the first node that the forward may have recorded.
+    That is in containers and objects among the inputs, or in attributes of modules; in containers among these only if
+    autograd has recorded something since the outputs. Two containers deep, of up to 1000 elements each. outputs: those
+    that require a gradient. since: the number of the first node that the forward may have recorded.
     """
     next_number = next_sequence_number()
     newest = since - 1
@@ -269,7 +269,9 @@ def tensors_left(
             newest = max(newest, sequence_number(node))
     holders = [each for each in inputs if type(each) not in _HOLD_NOTHING]
     if next_number > newest + 1:  # rarely
-        holders += [vars(inner) for module in modules for inner in module.modules()]
+        holders += attributes
+    else:
+        holders += [each for each in attributes if torch.Tensor in map(type, each.values())]
     if not holders:  # nearly always
         return []
     known = set(map(id, outputs))
