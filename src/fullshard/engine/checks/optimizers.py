@@ -167,22 +167,27 @@ def find_wide_state(optimizer: Optimizer) -> str | None:
 
 
 def find_left_state(optimizer: Optimizer) -> str | None:
-    """Say that state stays beside its parameters, although a policy asks for another place."""
-    for parameter, state in optimizer.state.items():
-        owner = owner_of(parameter)  # type: ignore[arg-type]
-        moments = [each for each in state.values() if isinstance(each, torch.Tensor) and each.ndim]
-        if owner is None or not moments:
+    """Say that state stays beside its parameters, although a policy asks for another place.
+
+    State that is streamed is not looked at: that would bring all of it back.
+    """
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        owner = owner_of(parameter)
+        unit: Any = None if owner is None else owner.unit()
+        if unit is None or unit.state_place is not None or not (asked := unit.config.state_asked):
             continue
-        unit: Any = owner.unit()
-        if unit is None or unit.state_place is not None:
-            continue
-        place = "host" if moments[0].device.type == "cpu" else "device"
-        if (asked := unit.config.state_asked) and asked != place:
+        state = optimizer.state.get(parameter, {}).values()
+        moments = [each for each in state if isinstance(each, torch.Tensor) and each.ndim]
+        if owner is not None and moments and asked != _place_of(moments[0]):
             return (
                 f'PlacementPolicy(optimizer="{asked}"): {type(optimizer).__name__} keeps the state of {owner.name} on '
                 f"{moments[0].device} all the same. Call fullshard.stream_state(optimizer) once it is built."
             )
     return None
+
+
+def _place_of(tensor: torch.Tensor) -> str:
+    return "host" if tensor.device.type == "cpu" else "device"
 
 
 def _is_low_bit_when_whole(owner: ManagedParameter, block: int) -> bool:
