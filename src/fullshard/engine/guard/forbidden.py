@@ -144,7 +144,7 @@ def _check(
     if name in _HARMLESS or (name == "data" and args[0].is_meta):
         with WithoutSubclasses():
             result = func(*args, **kwargs)
-        if name == "data":
+        if name == "data" and how == "__get__":
             forbid_use(result, stands_for)  # type: ignore[arg-type]
         return result
     raise _error(kept, name)
